@@ -232,10 +232,7 @@ class Retainable:
         graph = self._graph
         saved_in: dict[int, set[int]] = {}  # by value, the calls around its saves
         for save in graph.saves:
-            calls, call = saved_in.setdefault(save.value, set()), save.call
-            while call >= 0 and call not in calls:
-                calls.add(call)
-                call = graph.calls[call].parent
+            saved_in.setdefault(save.value, set()).update(graph.ancestors(save.call))
         depths: list[int] = []
         for op in graph.ops[: graph.num_forward]:
             call = op.call if op.outputs else -1

@@ -184,11 +184,8 @@ def runs(graph: StepGraph) -> list[tuple[int, ...]]:
     reads, such as the random number of stochastic depth. Each is a replayable call of a module of the model. Of the
     values that the run makes, a call receives only outputs of the call before it.
     """
-    children: dict[int, list[int]] = {}
-    for index, call in enumerate(graph.calls):
-        children.setdefault(call.parent, []).append(index)
     candidates: list[tuple[int, ...]] = []
-    for siblings in children.values():
+    for siblings in graph.children:
         run: list[int] = []
         for index in siblings:
             call = graph.calls[index]
@@ -293,9 +290,7 @@ def every_kth(graph: StepGraph, calls: Sequence[int], step: int) -> list[int]:
     """Return every `step`-th of these calls, counted anew in each forward of the model."""
     by_forward: dict[int, list[int]] = defaultdict(list)
     for call in calls:
-        forward = call
-        while graph.calls[forward].parent >= 0:
-            forward = graph.calls[forward].parent
+        *_, forward = graph.ancestors(call)
         by_forward[forward].append(call)
     return sorted(call for blocks in by_forward.values() for call in blocks[::step])
 

@@ -381,6 +381,14 @@ class StepGraph:
             depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
         return depths
 
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """For each call the calls directly inside it; the last entry (index -1) has the outermost calls."""
+        children: list[list[int]] = [[] for _ in range(len(self.calls) + 1)]
+        for index, call in enumerate(self.calls):
+            children[call.parent].append(index)
+        return children
+
     def ancestors(self, call: int) -> Iterator[int]:
         """Yield a call and the calls around it, from the inside out; nothing for -1."""
         while call >= 0:

@@ -30,7 +30,7 @@ from lowtide.graph.segments import Span
 from lowtide.graph.step_graph import StepGraph
 from lowtide.simulator.eager_intervals import EagerIntervals
 from lowtide.solvers.candidate import Regions
-from lowtide.solvers.region_costs import stops_of
+from lowtide.solvers.region_costs import prefix_sums, stops_of
 
 _MOST_ITEMS = 160  # in longer chains several calls are one item
 _MOST_SPLITS = 32  # lengths of a segment that are tried
@@ -119,7 +119,7 @@ class ItemCosts:
         graph, num = self._graph, len(self._items)
         played = EagerIntervals(graph, regions)
         held = self._held(regions)
-        before = np.concatenate([[0.0], np.cumsum(held)])[:-1]
+        before = prefix_sums(held)[:-1]
         where, is_forward = self._of_op[played.ops], played.phases == 0
         above = played.total_bytes - before[where]
         peaks = np.full((2, num), float(graph.arrays.static_bytes + graph.arrays.static_gradient_bytes))
@@ -216,7 +216,7 @@ class ChainProgram:
         self._links = links
         self._state = np.array([sum(int(arrays.frame_bytes[call]) for call in item.calls) for item in items])
         self._held = [np.array([self._slots(size) for size in option.held], dtype=np.int64) for option in options]
-        sums = np.concatenate([[0.0], np.cumsum(arrays.seconds[: graph.num_forward])])
+        sums = prefix_sums(arrays.seconds[: graph.num_forward])
         members = np.array([len(item.calls) for item in items])
         self._seconds = np.array([sums[item.end] - sums[item.first] for item in items])
         self._seconds += members * graph.hardware.region_s

@@ -86,15 +86,9 @@ class Pricing:
         self.at = at
         self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph)  # per call
         self._depth = [*graph.depths, -1]  # the last entry: no call
-        self._seconds = np.array([op.seconds for op in graph.ops[: graph.num_forward]])
+        self._seconds = graph.arrays.seconds[: graph.num_forward]
         self._stop = stops_of(graph)
-        self._children: list[list[int]] = [[] for _ in graph.calls]
-        self._roots: list[int] = []
-        for index, call in enumerate(graph.calls):
-            (self._roots if call.parent < 0 else self._children[call.parent]).append(index)
-        first = np.array([call.first for call in graph.calls], dtype=np.int64)
-        end = np.array([call.end for call in graph.calls], dtype=np.int64)
-        self._spans = first, np.maximum(first, np.array(self._stop, dtype=np.int64)), end
+        self._spans = graph.arrays.first, np.maximum(graph.arrays.first, np.array(self._stop, dtype=np.int64))
         self.may_keep = keepable(graph)
         self.replayable = replayable(graph, self._stop)
         if narrow:
@@ -218,14 +212,14 @@ class Pricing:
         cost = [0.0] * len(self.graph.calls)
         as_region = [0] * len(self.graph.calls)  # 0: no region, 1: a plain one, 2: one that retains outputs
         for index in range(len(cost) - 1, -1, -1):
-            cost[index] = direct[index] + sum(cost[child] for child in self._children[index])
+            cost[index] = direct[index] + sum(cost[child] for child in self.graph.children[index])
             if self.replayable[index] and regions[index] < cost[index] * (1 - 1e-9):
                 as_region[index], cost[index] = 1 + retains[index], regions[index]
         return self._collect(price, as_region)
 
     def _as_regions(self, price: float) -> list[np.ndarray]:
         """The cost of each call as a region that retains no outputs, and as one that retains some."""
-        first, stop, _ = self._spans
+        first, stop = self._spans
         entry = self._region_s + price * self._inputs
         if self._compression:
             entry += self._encoded_inputs.costs(price)[:-1]
@@ -248,14 +242,14 @@ class Pricing:
         direct = self._encoded_direct.chosen(price) if self._compression else {}
         inputs = self._encoded_inputs.chosen(price) if self._compression else {}
         encoded = direct.get(len(as_region), [])
-        pending = list(self._roots)
+        pending = list(self.graph.children[-1])
         while pending:
             index = pending.pop()
             call = self.graph.calls[index]
             encoded += (inputs if as_region[index] else direct).get(index, ())
             if not as_region[index]:
                 size += self._direct[index]
-                pending += self._children[index]
+                pending += self.graph.children[index]
                 continue
             retains = as_region[index] == 2
             kept = tuple(self.holds.kept(index, price)) if retains else ()

@@ -229,13 +229,9 @@ def _spread(hull_step: _HullStep) -> _HullStep:
 def _hull_step(graph: StepGraph, first: HullPoint, second: HullPoint) -> _HullStep:
     before, after = first.regions, second.regions
     units: dict[int, list[int]] = {}
-    every = {*before, *after}
-    for call in sorted(every):
-        outermost, up = call, graph.calls[call].parent
-        while up >= 0:
-            outermost = up if up in every else outermost
-            up = graph.calls[up].parent
-        units.setdefault(outermost, []).append(call)
+    outermost = graph.outermost({*before, *after})
+    for call in sorted({*before, *after}):
+        units.setdefault(outermost[call], []).append(call)
     differing = {
         unit: inside for unit, inside in units.items() if any(before.get(call) != after.get(call) for call in inside)
     }

@@ -29,10 +29,6 @@ class Nesting:
     def __init__(self, graph: StepGraph, replayable: list[bool]) -> None:
         self._graph = graph
         self._replayable = replayable
-        self.children: list[list[int]] = [[] for _ in graph.calls]
-        for index, call in enumerate(graph.calls):
-            if call.parent >= 0:
-                self.children[call.parent].append(index)
 
     def without_redundant(self, regions: Regions) -> Regions:
         """`regions` without calls that cannot be regions; nested regions retain no outputs."""
@@ -67,7 +63,7 @@ class Nesting:
         """
         found = dict(regions)
         for region in {self._outermost(call, regions) for call in self._at_work(timeline, level)} - {-1}:
-            inside = [child for child in self.children[region] if self._replayable[child]]
+            inside = [child for child in self._graph.children[region] if self._replayable[child]]
             if inside:
                 del found[region]
                 found |= {child: () for child in inside}
@@ -79,7 +75,7 @@ class Nesting:
         Calls of equal structure that the set treats equally are one group: a step changes the group's first call, its
         last, or all of them. If `is_thorough`, a step may change any single call.
         """
-        after, children = self._graph.arrays.after, self.children
+        after, children = self._graph.arrays.after, self._graph.children
         alike: dict[tuple[object, ...], list[int]] = {}
         for call in (call for call, can in enumerate(self._replayable) if can):
             structure = self._graph.calls[call].structure
@@ -102,27 +98,20 @@ class Nesting:
 
     def num_around(self, call: int, key: Container[int]) -> int:
         """Number of regions around a call."""
-        count = 0
-        while (call := self._graph.calls[call].parent) >= 0:
-            count += call in key
-        return count
+        return sum(around in key for around in self._graph.ancestors(self._graph.calls[call].parent))
 
     def _at_work(self, timeline: Timeline | EagerIntervals, level: float) -> list[int]:
         ops = {int(timeline.ops[event]) for event in np.flatnonzero(timeline.total_bytes > level)} - {-1}
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
 
     def _outermost(self, call: int, regions: Regions) -> int:
-        outermost = -1
-        while call >= 0:
-            outermost = call if call in regions else outermost
-            call = self._graph.calls[call].parent
-        return outermost
+        return min((around for around in self._graph.ancestors(call) if around in regions), default=-1)
 
     def _next_level(self, region: int, regions: Regions) -> list[int]:
         """The outermost calls inside a region that are not regions yet; empty once all are."""
         level = [region]
         while level:
-            inside = [child for call in level for child in self.children[call]]
+            inside = [child for call in level for child in self._graph.children[call]]
             allowed = [child for child in inside if self._replayable[child]]
             missing = [child for child in allowed if child not in regions]
             if missing:

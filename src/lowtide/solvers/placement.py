@@ -118,14 +118,10 @@ class OffloadSelector:
         for save in graph.saves:
             if save.read >= 0:
                 self._reads[save.value] = min(self._reads.get(save.value, save.read), save.read)
-        self._replays: dict[
-            int, int
-        ] = {}  # by call: when the backward first reads one of its saves, or of calls inside
+        self._replays: dict[int, int] = {}  # by call: when the backward first reads a save of it, or of calls inside
         for save in graph.saves:
-            call = save.call
-            while save.read >= 0 and call >= 0:
+            for call in graph.ancestors(save.call) if save.read >= 0 else ():
                 self._replays[call] = min(self._replays.get(call, save.read), save.read)
-                call = graph.calls[call].parent
 
     def on(self, graph: StepGraph) -> OffloadSelector:
         """The same selector for the step's graph with segments."""

@@ -16,7 +16,8 @@ saves and calls, once per graph and critical point; `RegionCosts.costs` is vecto
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -127,12 +128,12 @@ def _least_stops(
     """
     least, entries = graph.arrays.first.copy(), graph.arrays.first.copy()
     for save in graph.saves:
-        call, reached, born = save.call, save.made, graph.values[save.value].born
-        while save.read >= 0 and call >= 0:
+        reached, born = save.made, graph.values[save.value].born
+        for call in graph.ancestors(save.call) if save.read >= 0 else ():
             is_inside = run_firsts[call] <= born < graph.num_forward
             if not (is_inside and may_keep[graph.depths[call]][born]):
                 least[call], entries[call] = max(least[call], save.made), max(entries[call], reached)
-            call, reached = graph.calls[call].parent, graph.calls[call].first
+            reached = graph.calls[call].first
     return least, entries
 
 
@@ -163,9 +164,8 @@ class HeldValues:
                 continue
             if at < save.read:
                 if value.kind == "activation" and value.bytes:
-                    self.homes[save.value] = (
-                        save.call
-                    )  # the last save: a region around an earlier one does not free the value
+                    # The last save: a region around an earlier one does not free the value.
+                    self.homes[save.value] = save.call
             elif at < (save.released if save.used < 0 else save.used):
                 in_use.add(save.value)
         self.homes = {value: home for value, home in self.homes.items() if value not in in_use}
@@ -177,29 +177,22 @@ class HeldValues:
 
     def _comes_back(self, save: Save) -> bool:
         """Whether every region around a save has its value in the replay: made inside it, or one of its inputs."""
-        call, born = save.call, self._graph.values[save.value].born
-        while call >= 0 and born < self._graph.calls[call].first:
-            if save.value not in self._given[call]:
-                return False
-            call = self._graph.calls[call].parent
-        return True
+        return all(save.value in self._given[call] for call in self._entered(save.value, save.call))
 
     def takers(self, value: int, payer: int) -> list[int]:
         """The calls from `payer` outwards that would hold a value as an input if they were regions."""
-        found, born = [], self._graph.values[value].born
-        while payer >= 0 and born < self._graph.calls[payer].first:
-            if value in self._given[payer]:
-                found.append(payer)
-            payer = self._graph.calls[payer].parent
-        return found
+        return [call for call in self._entered(value, payer) if value in self._given[call]]
+
+    def _entered(self, value: int, call: int) -> Iterator[int]:
+        """A call and the calls around it, from the inside out, that begin after the op that makes a value."""
+        born = self._graph.values[value].born
+        return takewhile(lambda around: born < self._graph.calls[around].first, self._graph.ancestors(call))
 
     def _begun(self, at: int) -> list[bool]:
         begun = [False] * len(self._graph.calls)
         for save in self._graph.saves:
-            call = save.call
-            while 0 <= save.read <= at and call >= 0 and not begun[call]:
+            for call in self._graph.ancestors(save.call) if 0 <= save.read <= at else ():
                 begun[call] = True
-                call = self._graph.calls[call].parent
         return begun
 
     def _passed(self, at: int) -> dict[int, int]:
@@ -266,11 +259,8 @@ def saves_inside(graph: StepGraph) -> np.ndarray:
     """For each call, the number of tensors saved in it and in calls inside it."""
     found = [0] * len(graph.calls)
     for save in graph.saves:
-        if save.call >= 0:
-            found[save.call] += 1
-    for index in range(len(graph.calls) - 1, -1, -1):
-        if graph.calls[index].parent >= 0:
-            found[graph.calls[index].parent] += found[index]
+        for call in graph.ancestors(save.call):
+            found[call] += 1
     return np.array(found, dtype=np.int64)
 
 
@@ -278,8 +268,6 @@ def stops_of(graph: StepGraph) -> list[int]:
     """For each call, the end of its replay as a region that retains nothing: its last saved tensor that is read."""
     stops = [0] * len(graph.calls)
     for save in graph.saves:
-        call = save.call
-        while save.read >= 0 and call >= 0 and stops[call] < save.made:
-            stops[call] = save.made
-            call = graph.calls[call].parent
+        for call in graph.ancestors(save.call) if save.read >= 0 else ():
+            stops[call] = max(stops[call], save.made)
     return stops
