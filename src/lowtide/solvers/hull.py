@@ -21,9 +21,11 @@ combination of offload discount and codecs. Never skipped.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,19 +46,53 @@ from lowtide.solvers.region_costs import (
 )
 
 NEVER = 1 << 30
-_MOST_PRICES = 64  # of a hull
+_MOST_PRICES = 63  # of a hull, beside the lowest and the highest
+_LEAST_GAIN = 1e-9  # of the seconds, for a new corner
 _ROUNDING = 1e-8  # relative error of a least cost: sums of floats, and the tolerance of `Pricing.best`
 
 
 @dataclass(frozen=True)
-class HullPoint:
-    """Regions, the seconds they add and the bytes held at the critical point.
+class PricedOptimum:
+    """The seconds and the bytes at the critical point of a choice that is optimal for a price per byte."""
 
-    `codecs` are values held encoded, outside of regions or as their inputs.
-    """
-
+    price: float
     seconds: float
     bytes: float
+
+
+_Optimum = TypeVar("_Optimum", bound=PricedOptimum)
+
+
+def corners(
+    first: _Optimum, last: _Optimum, best: Callable[[float], _Optimum], most: int, least_gain: float
+) -> tuple[list[_Optimum], list[_Optimum]]:
+    """Corners of the lower convex hull of seconds over bytes between two optima, and the optima of all prices tried.
+
+    The widest gap between two corners is refined first, up to `most` prices. An optimum is a new corner if it is below
+    the line between them by more than the share `least_gain` of the seconds.
+    """
+    found, tried = [first, last], list[_Optimum]()
+    numbers = count()  # breaks ties between gaps of equal width
+    gaps = [(0.0, next(numbers), first, last)]
+    while gaps and len(tried) < most:
+        _, _, low, high = heappop(gaps)
+        if low.bytes <= high.bytes or high.seconds <= low.seconds:
+            continue
+        price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
+        choice = best(price)
+        tried.append(choice)
+        gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
+        if gain > least_gain * high.seconds and high.bytes < choice.bytes < low.bytes:
+            found.append(choice)
+            for a, b in ((low, choice), (choice, high)):
+                heappush(gaps, ((a.bytes - b.bytes) * (a.seconds - b.seconds), next(numbers), a, b))
+    return found, tried
+
+
+@dataclass(frozen=True)
+class HullPoint(PricedOptimum):
+    """The optimal regions for a price. `codecs` are values held encoded, outside of regions or as their inputs."""
+
     regions: dict[int, tuple[int, ...]]
     codecs: dict[int, str] = field(default_factory=dict)
 
@@ -258,7 +294,7 @@ class Pricing:
             regions[index] = kept
         size += sum(pays for pays, _, _, _ in encoded)
         seconds += sum(takes for _, takes, _, _ in encoded)
-        return HullPoint(seconds, size, regions, {value: codec for _, _, value, codec in encoded if codec})
+        return HullPoint(price, seconds, size, regions, {value: codec for _, _, value, codec in encoded if codec})
 
 
 _PAGE_BYTES = 4096
@@ -268,46 +304,27 @@ _PAGE_BYTES = 4096
 class Hull:
     """Points of the lower convex hull of seconds over bytes, from everything held to as little as possible.
 
-    `supports` are (price, seconds, bytes) of the optimum for each price that was tried.
+    `supports` are the optima of the prices that were tried.
     """
 
     choices: list[HullPoint]
-    supports: list[tuple[float, float, float]]
+    supports: list[HullPoint]
 
     def least_s(self, allowed: float) -> float:
         """A lower bound on the seconds of every plan that holds at most `allowed` bytes at the critical point."""
         bounds = [
-            seconds + price * (size - allowed) - _ROUNDING * (seconds + price * size)
-            for price, seconds, size in self.supports
+            each.seconds + each.price * (each.bytes - allowed) - _ROUNDING * (each.seconds + each.price * each.bytes)
+            for each in self.supports
         ]
         return max(bounds, default=0.0)
 
 
 def hull(pricing: Pricing) -> Hull:
-    """The hull, refined between known points from the widest gap on."""
-    first, last = pricing.best(0.0), pricing.best(pricing.highest_price)
-    found, supports = [first, last], [(0.0, 0.0, 0.0)]
-    gaps: list[tuple[float, int, HullPoint, HullPoint]] = []
-    numbers = count()  # breaks ties between gaps of equal width
-
-    def refine(low: HullPoint, high: HullPoint) -> None:
-        if low.bytes > high.bytes and high.seconds > low.seconds:
-            width = (high.seconds - low.seconds) * (low.bytes - high.bytes)
-            heappush(gaps, (-width, next(numbers), low, high))
-
-    refine(first, last)
-    while gaps and len(supports) < _MOST_PRICES:
-        _, _, low, high = heappop(gaps)
-        price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
-        choice = pricing.best(price)
-        supports.append((price, choice.seconds, choice.bytes))
-        gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
-        if gain > 1e-9 * (low.seconds + high.seconds) and high.bytes < choice.bytes < low.bytes:
-            found.append(choice)
-            refine(low, choice)
-            refine(choice, high)
+    """The hull of a critical point."""
+    first = pricing.best(0.0)
+    found, tried = corners(first, pricing.best(pricing.highest_price), pricing.best, _MOST_PRICES, _LEAST_GAIN)
     unique = {(choice.bytes, choice.seconds): choice for choice in found}
-    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], supports)
+    return Hull([unique[key] for key in sorted(unique, key=lambda key: (-key[0], key[1]))], [first, *tried])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ Cost: up to 48 maximum flows per hull, each on a network of at most `2 + ops + v
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +34,7 @@ from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
 from lowtide.graph.step_graph import StepGraph
+from lowtide.solvers.hull import PricedOptimum, corners
 
 
 def minimum_cut(num_nodes: int, tails: np.ndarray, heads: np.ndarray, capacities: np.ndarray) -> tuple[int, list[int]]:
@@ -53,22 +53,16 @@ def minimum_cut(num_nodes: int, tails: np.ndarray, heads: np.ndarray, capacities
 
 
 _UNITS = 1 << 30
-_MOST_PRICES = 48  # of a hull
+_MOST_PRICES = 46  # of a hull, beside the lowest and the highest
 _DEAREST = 1024  # at the highest price of a hull, all bytes cost this many times all seconds
 _ROUNDING = 1e-14  # relative, of one float subtraction
-_GAIN = 1e-6  # of a hull's seconds: a smaller gain is no new corner
+_LEAST_GAIN = 1e-6  # of the seconds, for a new corner
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The ops that are recomputed, their seconds, and the bytes live at the critical point.
+class Cut(PricedOptimum):
+    """The ops that are optimally recomputed at a price. `dual_s` is a lower bound on `seconds + price * bytes`."""
 
-    `dual_s` is a lower bound on `seconds + price * bytes` of every choice.
-    """
-
-    price: float
-    seconds: float
-    bytes: int
     dual_s: float
     recomputed: frozenset[int]
 
@@ -206,27 +200,17 @@ class CutProblem:
         needed = {value for op in recomputed for value in self._needs.inputs[op] if self._charge[value]}
         return sum(self._charge[v] for v in needed.union(self._reads) if values[v].born not in recomputed)
 
-    @cached_property
+    @property
     def hull(self) -> list[Cut]:
         """Corners of the lower convex hull of seconds over bytes, from everything saved to as little as possible."""
+        return sorted(self._optima[0], key=lambda choice: (choice.seconds, -choice.bytes))
+
+    @cached_property
+    def _optima(self) -> tuple[list[Cut], list[Cut]]:
+        """The corners, and the optima of all prices tried."""
         ends = self.best(0.0), self.best(self.dearest)
-        self._tried = [*ends]
-        corners = [*ends]
-        numbers = iter(range(1 << 30))
-        pending = [(0.0, next(numbers), *ends)]
-        while pending and len(self._tried) < _MOST_PRICES:
-            _, _, low, high = heapq.heappop(pending)
-            if low.bytes <= high.bytes or high.seconds <= low.seconds:
-                continue
-            price = (high.seconds - low.seconds) / (low.bytes - high.bytes)
-            choice = self.best(price)
-            self._tried.append(choice)
-            gain = (low.seconds + price * low.bytes) - (choice.seconds + price * choice.bytes)
-            if gain > _GAIN * high.seconds and high.bytes < choice.bytes < low.bytes:
-                corners.append(choice)
-                for a, b in ((low, choice), (choice, high)):  # the largest triangles first
-                    heapq.heappush(pending, ((a.bytes - b.bytes) * (a.seconds - b.seconds), next(numbers), a, b))
-        return sorted(corners, key=lambda choice: (choice.seconds, -choice.bytes))
+        found, tried = corners(*ends, self.best, _MOST_PRICES, _LEAST_GAIN)
+        return found, [*ends, *tried]
 
     def lower_bound_s(self, budget: int) -> float:
         """A lower bound on the seconds of every plan within `budget`: the largest over all prices that were tried.
@@ -235,7 +219,7 @@ class CutProblem:
         """
         allowed = budget - self.base_bytes
         bounds = [0.0]
-        for choice in [*self.hull, *self._tried]:
+        for choice in self._optima[1]:
             dual_s, charge_s = choice.dual_s, choice.price * allowed
             bounds.append(dual_s - charge_s - _ROUNDING * (dual_s + abs(charge_s)))  # rounding of the subtraction
         return max(bounds)
