@@ -98,7 +98,7 @@ def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
         "phase": timeline.phases[events].tolist(),
         "live": live,
         "lists": [list(each) for each in lists],
-        "peak": int(timeline.total_bytes[events].argmax()) if len(events) else -1,
+        "peak": int(timeline.total_bytes[events].argmax()),
     }
 
 
@@ -124,7 +124,7 @@ def _outline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _has_times(timeline: Timeline) -> bool:
-    return bool(len(timeline.starts_s)) and bool(timeline.starts_s[-1] > 0)
+    return bool(timeline.starts_s[-1] > 0)
 
 
 def _nanoseconds(timeline: Timeline, events: np.ndarray) -> list[int]:

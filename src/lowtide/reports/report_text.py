@@ -84,7 +84,7 @@ def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
         num_values = sum(numbers[key] for key in rest)
         rows.append(PeakRow(counted(num_values, "smaller value"), "", sum(sizes[key] for key in rest)))
 
-    op = int(planned.ops[event]) if event >= 0 else -1
+    op = int(planned.ops[event])
     workspace = graph.ops[op].workspace_bytes if op >= 0 else graph.optimizer_workspace_bytes
     name = short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"
     if workspace:

@@ -19,7 +19,7 @@ import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import StepLines
-from lowtide.simulator.lifetimes import largest
+from lowtide.simulator.lifetimes import bytes_by_value
 
 _KEPT, _TRANSIENT, _GRADIENTS = 0, 1, 2
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -62,18 +62,13 @@ class CompiledIntervals:
     def columns(self) -> dict[str, Any]:
         """Return the fields of a `Timeline`."""
         events = {"live_bytes": self.live_bytes(), "ops": self.ops, "phases": self.phases, "starts_s": self.starts_s}
-        nothing = dict.fromkeys(("stalled_s", "engine_s"), 0.0)
         total_s = float(self.starts_s[-1])
-        lines = StepLines(0.0, total_s, total_s)
-        return {**events, **nothing, "replayed_s": self.replayed_s, "host_bytes": 0, "lines": lines}
+        return {**events, "replayed_s": self.replayed_s, "lines": StepLines(0.0, total_s, total_s)}
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
         """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
-        sizes: dict[int, int] = {}
-        for index in np.flatnonzero((self.start <= event) & (event <= self.last)):
-            value = int(self.value[index])
-            sizes[value] = sizes.get(value, 0) + int(self.bytes[index])
-        return sizes if most is None else largest(sizes, most)
+        lives = (self.start <= event) & (event <= self.last)
+        return bytes_by_value(zip(self.value[lives].tolist(), self.bytes[lives].tolist(), strict=True), most)
 
 
 def play_compiled(graph: StepGraph, keeps: tuple[int, ...]) -> CompiledIntervals:

@@ -25,7 +25,7 @@ import numpy as np
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import StepLines, step_seconds
 from lowtide.plans.step_plan import Plan
-from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, largest
+from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, bytes_by_value
 from lowtide.simulator.planned_regions import PlannedRegions
 
 
@@ -377,11 +377,8 @@ class EagerEvents:
         self._add_to_row(0.0)
         event = len(self.events) - 1
         if event in self._wanted:
-            sizes: dict[int, int] = {}
-            for life in self.ledger.alive():
-                if not self.copies.is_away(life):
-                    sizes[life.value] = sizes.get(life.value, 0) + life.bytes
-            self.snapshots[event] = sizes if self._most is None else largest(sizes, self._most)
+            lives = [(life.value, life.bytes) for life in self.ledger.alive() if not self.copies.is_away(life)]
+            self.snapshots[event] = bytes_by_value(lives, self._most)
             if event == self._last_wanted:
                 raise _AllRecorded
 

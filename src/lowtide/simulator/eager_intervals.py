@@ -22,7 +22,7 @@ import numpy as np
 
 from lowtide.graph.step_graph import StepGraph
 from lowtide.graph.time_lines import StepLines, device_starts, step_seconds
-from lowtide.simulator.lifetimes import largest
+from lowtide.simulator.lifetimes import bytes_by_value
 from lowtide.simulator.planned_regions import NEVER, PlannedRegions
 
 _FORWARD, _REPLAY, _BACKWARD, _OPTIMIZER = 0, 1, 2, 3
@@ -267,18 +267,20 @@ class EagerIntervals:
     @cached_property
     def total_bytes(self) -> np.ndarray:
         """Live bytes at each event."""
-        num = len(self.ops)
-        changes = np.bincount(self._event[self._birth], weights=self._size, minlength=num + 1)[:num]
-        changes -= np.bincount(self._event[self._end], weights=self._size, minlength=num + 1)[:num]
-        made = (changes + self._region_changes()).cumsum().astype(np.int64) + self.facts.workspaces[self.ops]
+        changes = self._changes(self._birth, self._end, self._size) + self._region_changes()
+        made = changes.cumsum().astype(np.int64) + self.facts.workspaces[self.ops]
         return made + (self.facts.static_bytes + self.facts.static_gradient_bytes)
 
     def _region_changes(self) -> np.ndarray | float:
         if not self.facts.has_state:
             return 0.0
-        num, (starts, ends, sizes) = len(self.ops), self._states
-        changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)[:num]
-        return changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1)[:num]
+        return self._changes(*self._states)
+
+    def _changes(self, starts: np.ndarray, ends: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return how live bytes change at each event, for `sizes` that live from tick to tick."""
+        num = len(self.ops)
+        changes = np.bincount(self._event[starts], weights=sizes, minlength=num + 1)
+        return (changes - np.bincount(self._event[ends], weights=sizes, minlength=num + 1))[:num]
 
     @property
     def peak_bytes(self) -> int:
@@ -355,47 +357,37 @@ class EagerIntervals:
 
     def live_at(self, event: int, most: int | None = None) -> dict[int, int]:
         """Return the bytes of each value that lives at an event, or of the `most` largest ones."""
-        lives = np.flatnonzero((self._event[self._birth] <= event) & (event < self._event[self._end]) & self._exists)
-        sizes: dict[int, int] = {}
-        for life in lives.tolist():
-            value = int(self.facts.value[self._value_index[life]])
-            sizes[value] = sizes.get(value, 0) + int(self._size[life])
-        return sizes if most is None else largest(sizes, most)
+        lives = (self._event[self._birth] <= event) & (event < self._event[self._end]) & self._exists
+        values, sizes = self.facts.value[self._value_index[lives]], self._size[lives].astype(int)
+        return bytes_by_value(zip(values.tolist(), sizes.tolist(), strict=True), most)
 
     def _kept_bytes(self) -> np.ndarray:
         """Return the bytes of activations that a save or a region holds at each event."""
-        num = len(self.ops)
         order = np.lexsort((self._hold_start, self._hold_life))
         life, start, end = self._hold_life[order], self._hold_start[order], self._hold_end[order]
         nothing = np.zeros(len(self._drop), dtype=np.int64)
         start = np.maximum(start, _ends_before(life, end, nothing, self._num_ticks)[0])  # held already
         counted = (end > start) & ~self.facts.is_gradient[self._value_index[life]]
         life, start, end = life[counted], start[counted], end[counted]
-        changes = np.bincount(self._event[start], weights=self._size[life], minlength=num + 1)[:num]
-        changes -= np.bincount(self._event[end], weights=self._size[life], minlength=num + 1)[:num]
+        changes = self._changes(start, end, self._size[life])
         return np.cumsum(changes + self._region_changes()).astype(np.int64)
 
     def _gradient_bytes(self) -> np.ndarray:
-        num, sizes = len(self.ops), self._size * self.facts.is_gradient[self._value_index]
-        changes = np.bincount(self._event[self._birth], weights=sizes, minlength=num + 1)[:num]
-        changes -= np.bincount(self._event[self._end], weights=sizes, minlength=num + 1)[:num]
+        sizes = self._size * self.facts.is_gradient[self._value_index]
+        changes = self._changes(self._birth, self._end, sizes)
         return np.cumsum(changes).astype(np.int64) + self.facts.static_gradient_bytes
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of a `Timeline`."""
-        live = np.zeros((len(self.ops), 5), dtype=np.int64)
-        live[:, 0] = self.facts.static_bytes
-        live[:, 1] = self._kept_bytes()
-        live[:, 3] = self._gradient_bytes()
-        live[:, 2] = self.total_bytes - live[:, 0] - live[:, 1] - live[:, 3]
+        static, kept, gradients = self.facts.static_bytes, self._kept_bytes(), self._gradient_bytes()
+        transient = self.total_bytes - static - kept - gradients
+        live = np.stack([np.full(len(kept), static), kept, transient, gradients, np.zeros_like(kept)], axis=1)
         return {
             "live_bytes": live,
             "ops": self.ops,
             "phases": self.phases,
             "starts_s": self._starts_s,
             "replayed_s": self.replayed_s,
-            "stalled_s": 0.0,
             "engine_s": self.engine_s,
-            "host_bytes": 0,
             "lines": self.lines,
         }

@@ -7,6 +7,7 @@ engine copies values out and another copies them back, both beside the compute.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -16,9 +17,12 @@ from lowtide.graph.step_graph import StepGraph, Value
 from lowtide.plans.step_plan import Move
 
 
-def largest(sizes: dict[int, int], most: int) -> dict[int, int]:
-    """Return the `most` largest entries of `sizes`, bytes by value."""
-    return dict(nlargest(most, sizes.items(), key=lambda item: item[1]))
+def bytes_by_value(lives: Iterable[tuple[int, int]], most: int | None) -> dict[int, int]:
+    """Return the bytes of each value that lives, or of the `most` largest ones, from (value, bytes) of lifetimes."""
+    sizes: dict[int, int] = {}
+    for value, size in lives:
+        sizes[value] = sizes.get(value, 0) + size
+    return sizes if most is None else dict(nlargest(most, sizes.items(), key=lambda item: item[1]))
 
 
 class Lifetime:
@@ -44,13 +48,7 @@ class Ledger:
 
     def add(self, index: int, value: Value) -> Lifetime:
         """Add a new value, which Python holds."""
-        life = Lifetime(index, value.bytes, value.kind == "gradient")
-        self._born.append(life)
-        if life.is_gradient:
-            self.gradients += life.bytes
-        else:
-            self.transient += life.bytes
-        return life
+        return self._begin(Lifetime(index, value.bytes, value.kind == "gradient"))
 
     def alive(self) -> list[Lifetime]:
         """The live values, in the order in which they were made."""
@@ -59,9 +57,14 @@ class Ledger:
 
     def encode(self, index: int, size: int) -> Lifetime:
         """Add the encoded form of a value, which Python holds until a save does."""
-        life = Lifetime(index, size, is_gradient=False)
+        return self._begin(Lifetime(index, size, is_gradient=False))
+
+    def _begin(self, life: Lifetime) -> Lifetime:
         self._born.append(life)
-        self.transient += size
+        if life.is_gradient:
+            self.gradients += life.bytes
+        else:
+            self.transient += life.bytes
         return life
 
     def hold(self, life: Lifetime) -> None:

@@ -32,7 +32,7 @@ PHASES = ("forward", "replay", "backward", "optimizer", "compression", "decompre
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated step as a sequence of events, one for each op that runs, replayed ops included.
+    """The simulated step as a sequence of events: one per op that runs, replayed ops included, and a last one.
 
     Encoding and decoding a value are events too; `ops` names the op that the value is saved after or decoded for.
     `live_bytes[e]` are the bytes at event `e` for each of `lowtide.simulator.KINDS`; `ops[e]` is the op it runs (-1:
@@ -50,10 +50,10 @@ class Timeline:
     phases: np.ndarray
     starts_s: np.ndarray
     replayed_s: float
-    stalled_s: float
-    engine_s: float
-    host_bytes: int
     lines: StepLines
+    engine_s: float = 0.0
+    stalled_s: float = 0.0
+    host_bytes: int = 0
     copies: tuple[Copy, ...] = ()
     coded_s: float = 0.0
 
@@ -63,12 +63,12 @@ class Timeline:
 
     @property
     def peak_event(self) -> int:
-        return int(self.total_bytes.argmax()) if len(self.ops) else -1
+        return int(self.total_bytes.argmax())
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes live at any event."""
-        return int(self.total_bytes.max()) if len(self.ops) else 0
+        return int(self.total_bytes.max())
 
     @property
     def extra_s(self) -> float:
@@ -115,18 +115,16 @@ class Timeline:
     @property
     def peak_path(self) -> str:
         """Path of the module that runs at the peak."""
-        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        op = int(self.ops[self.peak_event])
         return self.graph.path_of(op) if op >= 0 else ""
 
     @property
     def peak_phase(self) -> str:
-        return PHASES[int(self.phases[self.peak_event])] if len(self.ops) else ""
+        return PHASES[int(self.phases[self.peak_event])]
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes at the peak by kind, in the order of `KINDS`."""
-        if not len(self.ops):
-            return dict.fromkeys(KINDS, 0)
         return dict(zip(KINDS, map(int, self.live_bytes[self.peak_event]), strict=True))
 
     def live_at(self, event: int) -> dict[int, int]:
@@ -146,7 +144,7 @@ class Timeline:
         return [step.snapshots.get(event, {}) for event in events]
 
     def __str__(self) -> str:
-        op = int(self.ops[self.peak_event]) if len(self.ops) else -1
+        op = int(self.ops[self.peak_event])
         name = self.graph.ops[op].name if op >= 0 else "the optimizer's step"
         where = f" of {self.peak_path}" if self.peak_path else ""
         lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
