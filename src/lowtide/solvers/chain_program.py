@@ -256,18 +256,16 @@ class ChainProgram:
                     costs += _shifted(self._table[first, splits - 1], state / self._slot)
                     costs += seconds[:, None].astype(np.float32)
                     costs[room < peaks[:, None]] = np.inf
-                    least = costs.argmin(axis=0)
-                    cost = costs[least, slots]
-                    is_better = cost < best * (1 - 1e-6)
-                    best = np.where(is_better, cost, best)
-                    chosen = np.where(is_better, splits[least], chosen)
-                    for number in range(len(self._retaining)) if is_top else ():
-                        costs = self._as_retaining(number, first, splits, room, state)
+                    all_costs = [costs]
+                    if is_top:
+                        numbers = range(len(self._retaining))
+                        all_costs += [self._as_retaining(number, first, splits, room, state) for number in numbers]
+                    for number, costs in enumerate(all_costs):
                         least = costs.argmin(axis=0)
                         cost = costs[least, slots]
                         is_better = cost < best * (1 - 1e-6)
                         best = np.where(is_better, cost, best)
-                        chosen = np.where(is_better, splits[least] + (number + 1) * num, chosen)
+                        chosen = np.where(is_better, splits[least] + number * num, chosen)
                 self._table[first, last, 1:], self._chosen[first, last] = best, chosen
 
     def _as_retaining(

@@ -67,7 +67,7 @@ def compiled_references(graph: StepGraph) -> dict[str, Plan]:
 
 def _plan(graph: StepGraph, keeps: set[int]) -> Plan:
     needs = graph.needs
-    return Plan(engine="compiled", keeps=needs.keeps_of(needs.derive(keeps)), budget_bytes=0)
+    return Plan(engine="compiled", keeps=needs.keeps_of(needs.derive(keeps)))
 
 
 def _makers(graph: StepGraph, values: tuple[int, ...]) -> frozenset[int]:
@@ -120,7 +120,7 @@ class CompiledSearch:
             return with_predictions(self.graph, self._timeline(self._point(frozenset())), self.plain, budget, 0.0)
         found = [reference for reference in self._references if reference.peak_bytes <= budget]
         for family in self._families:
-            if not found or not self._is_late():
+            if not found or not self._effort.is_over():
                 best = self._fastest_in(family, budget)
                 found += [best] if best is not None else []
         if not found:
@@ -188,18 +188,14 @@ class CompiledSearch:
         last = len(family) - 1
         if cost(last).peak_bytes > budget:
             return None
-        return cost(first_fitting(cost, last, budget, is_late=self._is_late))
+        return cost(first_fitting(cost, last, budget, is_late=self._effort.is_over))
 
     # Plans.
 
     def _point(self, recomputed: frozenset[int]) -> tuple[int, ...]:
         """The ops whose outputs are saved if only `recomputed` may run again."""
         needs = self.graph.needs
-        return needs.keeps_of(needs.derive(self._all_ops - recomputed))
-
-    @cached_property
-    def _all_ops(self) -> frozenset[int]:
-        return frozenset(range(self.graph.num_forward))
+        return needs.keeps_of(needs.derive(frozenset(range(self.graph.num_forward)) - recomputed))
 
     def cost(self, keeps: tuple[int, ...]) -> CompiledCandidate:
         if keeps not in self._candidates:
@@ -211,9 +207,6 @@ class CompiledSearch:
     def _timeline(self, keeps: tuple[int, ...]) -> Timeline:
         # Any budget: a plan with neither keeps nor a budget is the plain step.
         return simulate(self.graph, Plan(engine="compiled", keeps=keeps, budget_bytes=1))
-
-    def _is_late(self) -> bool:
-        return self._effort.is_over()
 
 
 class CutFamily:

@@ -163,16 +163,12 @@ class EagerSearch:
 
     @cached_property
     def _nesting(self) -> Nesting:
-        pricing = self._critical_points[0].pricing
-        return Nesting(self.graph, pricing.replayable)
+        return Nesting(self.graph, self._critical_points[0].pricing.replayable)
 
     @cached_property
     def _segmenting(self) -> SegmentSearch | None:
-        return (
-            SegmentSearch(self._critical_points[0].pricing, self._critical_points[0].hull.choices)
-            if self._critical_points
-            else None
-        )
+        points = self._critical_points
+        return SegmentSearch(points[0].pricing, points[0].hull.choices) if points else None
 
     @cached_property
     def _segmented(self) -> list[Candidate]:
@@ -218,24 +214,25 @@ class EagerSearch:
     def fastest(self, budget: int) -> Candidate | None:
         """The fastest candidate that fits; None if none does."""
         fastest: Candidate | None = None
+        is_late = self.effort.is_over
         for path, share, _ in self._all_paths():
-            if fastest is None or not self._is_late():
+            if fastest is None or not is_late():
                 fastest = faster(fastest, self._of_path(budget, path, share, fastest))
         if fastest is None and budget < self.floor.peak_bytes:  # a nested candidate may fit
             return None
-        if fastest is None or "_segmented" in vars(self) or not self._is_late():
+        if fastest is None or "_segmented" in vars(self) or not is_late():
             fastest = faster(fastest, *(plan for plan in self._segmented if plan.peak_bytes <= budget))
         for least_bytes, least_s, number, share, splits, codecs in self._sample_budgets:
-            if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not self._is_late())):
+            if least_bytes <= budget and (fastest is None or (least_s <= fastest.extra_s and not is_late())):
                 nested = self._nested(number, share, splits, codecs)
                 if least_bytes <= nested.peak_bytes <= budget and nested.extra_s >= least_s:
                     fastest = faster(fastest, nested)
         for seconds, regions, codecs in self._baselines:
             least_s = self._visible_s(seconds)
-            if fastest is None or not (self._is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
+            if fastest is None or not (is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
                 baseline = self._cost(regions, 0.0, codecs)
                 fastest = faster(fastest, baseline if baseline.peak_bytes <= budget else None)
-        if fastest is None or "_explored" in vars(self) or not self._is_late():
+        if fastest is None or "_explored" in vars(self) or not is_late():
             others = (*self._explored, self._smallest)
             fastest = faster(fastest, *(plan for plan in others if plan is not None and plan.peak_bytes <= budget))
         return fastest
@@ -249,7 +246,7 @@ class EagerSearch:
     ) -> Candidate | None:
         """The first candidate of a path that fits, with this share of the link; None if none fits."""
         cost, most_s = self._costs(path, share), fastest.extra_s if fastest is not None else math.inf
-        number = first_past_stops(cost, path.stops, budget, most_s=most_s, is_late=self._is_late)
+        number = first_past_stops(cost, path.stops, budget, most_s=most_s, is_late=self.effort.is_over)
         return None if number is None else cost(number)
 
     @cached_property
@@ -342,7 +339,10 @@ class EagerSearch:
         if key in self._recent:
             return self._recent[key]
         has_moves = bool(share or codecs)
-        played = self._timeline(regions, share, codecs) if has_moves else EagerIntervals(self.graph, regions)
+        if has_moves:
+            played: Timeline | EagerIntervals = simulate(self.graph, self._mover.plan(regions, share, codecs))
+        else:
+            played = EagerIntervals(self.graph, regions)
         self.effort.spend(len(played.ops), by_op=has_moves)
         self._candidates[key] = Candidate(regions, share, codecs, played.peak_bytes, played.extra_s)
         self._recent[key] = played
@@ -353,12 +353,6 @@ class EagerSearch:
     def timeline_of(self, found: Candidate) -> Timeline:
         plan = plan_of(self.graph, found, self._mover) if found.spans else self._mover.plan(*found.decisions)
         return simulate(self.graph, plan)
-
-    def _timeline(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline:
-        return simulate(self.graph, self._mover.plan(regions, share, codecs))
-
-    def _is_late(self) -> bool:
-        return self.effort.is_over()
 
     # The bound.
 
