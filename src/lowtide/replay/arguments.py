@@ -38,15 +38,15 @@ from lowtide._compat.modules import companion_of
 from lowtide.replay.object_state import attributes_of
 
 _MAX_DEPTH = 32
-# Values that are passed on as they are: they cannot change, and nothing is reached through them.
-_CONSTANTS = frozenset(
+# Types of values that cannot change, and through which nothing is reached.
+CONSTANTS = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(Ellipsis)),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
         *(types.BuiltinFunctionType, types.ModuleType),
     }
 )
-_IMMUTABLE = (*_CONSTANTS, enum.Enum, types.FunctionType, nn.Module)
+_IMMUTABLE = (*CONSTANTS, enum.Enum, types.FunctionType, nn.Module)
 _SEQUENCES = (list, tuple)
 _PLAIN_CONTAINERS = (dict, *_SEQUENCES)
 _CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
@@ -165,7 +165,7 @@ class Arguments:
 
     def _take(self, value: Any, depth: int, tensors: list[Tensor], indices: dict[int, int]) -> Any:
         kind = type(value)
-        if kind in _CONSTANTS:
+        if kind in CONSTANTS:
             return value
         if isinstance(value, Tensor):
             # One entry for a tensor that is passed twice: code may test `key is value`, as torch's attention does.
@@ -365,19 +365,15 @@ class Fingerprint:
         )
 
 
-# Types without tensors that most arguments of ops are: known sooner than by the checks in `tensors_in`.
-_PLAIN_TYPES = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout})
-
-
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested arguments, in order."""
-    if type(tree) in _PLAIN_TYPES:
+    if type(tree) in CONSTANTS:  # most arguments of ops
         return
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            if type(item) not in _PLAIN_TYPES:
+            if type(item) not in CONSTANTS:
                 yield from tensors_in(item)
     elif isinstance(tree, Mapping):
         for item in tree.values():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.replay import environment
-from lowtide.replay.arguments import tensors_in
+from lowtide.replay.arguments import CONSTANTS, tensors_in
 from lowtide.replay.op_facts import facts_of
 from lowtide.replay.recomputing import replay_depth
 
@@ -288,9 +288,4 @@ def form_of(value: Any) -> Any:
         return tuple(map(form_of, value))
     if kind is dict:
         return tuple((name, form_of(each)) for name, each in value.items())
-    return value if kind in _CONSTANTS else object()  # equal to nothing: the op has to run
-
-
-_CONSTANTS = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-)
+    return value if kind in CONSTANTS else object()  # equal to nothing: the op has to run

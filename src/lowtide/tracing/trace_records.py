@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.arguments import Fingerprint
+from lowtide.replay.arguments import CONSTANTS, Fingerprint
 from lowtide.store.storage_units import stands_for_storage
 
 
@@ -168,10 +168,7 @@ class Clock:
 
 
 _MAX_DEPTH = 32
-_UNCHANGEABLE = (
-    *(type(None), bool, int, float, complex, str, bytes, type, range, slice, torch.dtype, torch.device, torch.Size),
-    *(torch.Generator, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, nn.Module),
-)
+_UNCHANGEABLE = (*CONSTANTS, torch.Generator, types.FunctionType, nn.Module)
 
 
 class _TrackedObject:
