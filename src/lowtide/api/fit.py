@@ -194,7 +194,7 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
             check_same_plan(ranks, handle.plan)
             if not ranks.is_alone and not had_tracker:
                 _share_random_state(ranks)
-            handle.ranks, handle.refitter = ranks, Refitter(request)
+            handle.ranks, handle.refitter = ranks, Refitter(request).refit
             static_bytes = sum(size for kind, size in step.graph.static_bytes.items() if kind != "gradients")
             states_bytes = step.graph.optimizer_state_bytes
             handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes)

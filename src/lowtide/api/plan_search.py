@@ -107,7 +107,7 @@ class PlanSearch:
         """The plan with the smallest peak by the uncorrected graph. The first call for these splits is a collective."""
         if splits not in self._tightest:
             graph = self.splits.graph(splits)
-            self._tightest[splits] = plan_of_first(self.ranks, graph, lambda: self.limits.tightest(graph))
+            self._tightest[splits] = plan_of_first(self.ranks, graph, lambda: self.limits.solve_or_tightest(graph, 1))
         return self._tightest[splits]
 
     def smallest(self) -> ShortlistedPlan:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -94,14 +94,6 @@ class PlanStats(AppliedStats):
         return text
 
 
-class Refits(Protocol):
-    """Set by `fit` on its handle: runs `fit` again for `AppliedPlan.refit`."""
-
-    def refit(
-        self, handle: AppliedPlan, loss_fn: Callable[..., Tensor] | None, args: tuple[Any, ...], optimizer: Any
-    ) -> None: ...
-
-
 class AppliedPlan(Applied):
     """The handle of a plan on a model. As for `Applied`, `enabled` switches it off and on, `remove()` takes it off.
 
@@ -111,7 +103,7 @@ class AppliedPlan(Applied):
     plan: Plan
     shapes: ShapePlans
     stepper: Stepper
-    refitter: Refits | None
+    refitter: Callable[..., None] | None  # from `fit`: runs it again
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         super().__init__(None, [])
@@ -224,7 +216,7 @@ class AppliedPlan(Applied):
         """
         if self.refitter is None:
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
-        self.refitter.refit(self, loss_fn, args, optimizer)
+        self.refitter(self, loss_fn, args, optimizer)
 
     @contextmanager
     def plan_for_graph(

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -191,11 +191,10 @@ class ShapePlans:
             self._chosen.clear()
         plan, budget_bytes = planned.plan, self.planner.budget_bytes if self.planner is not None else 0
         self.replans.append(Replan(seen, target, True, seconds))
-        logger.warning(
-            "inputs of %s are larger than the plan is for (%s): planned again, for up to %s, in %s; peak %s predicted, "
-            "%s %s; %.1f %% slower predicted",
-            describe_shapes(seen),
-            describe_shapes(before),
+        _warn(
+            seen,
+            before,
+            "planned again, for up to %s, in %s; peak %s predicted, %s %s; %.1f %% slower predicted",
             describe_shapes(target),
             format_seconds(seconds),
             format_bytes(plan.peak_bytes),
@@ -241,23 +240,18 @@ class ShapePlans:
             planned = largest
             if planner.smallest is not None:
                 planned = PlannedInputs(planner.smallest, self._handle.take_in(planner.smallest), (seen,), (), None)
-            logger.warning(
-                "inputs of %s are larger than the plan is for (%s): they run under the plan with the smallest peak. "
-                "handle.step(loss_fn, batch) on every rank, or more_batches= of lowtide.fit, plans for them",
-                describe_shapes(seen),
-                describe_shapes(largest.inputs[-1]),
+            _warn(
+                seen,
+                largest.inputs[-1],
+                "they run under the plan with the smallest peak. handle.step(loss_fn, batch) on every rank, or "
+                "more_batches= of lowtide.fit, plans for them",
             )
             self._planned.append(planned)
         return planned
 
     def _stay(self, largest: PlannedInputs, seen: Shapes, why: str, start: float) -> PlannedInputs:
-        logger.warning(
-            "inputs of %s are larger than the plan is for (%s), and could not be planned for (%s): the plan stays in "
-            "force, and its peak may not hold",
-            describe_shapes(seen),
-            describe_shapes(largest.inputs[-1]),
-            why,
-        )
+        left = "they could not be planned for (%s). The plan stays in force, and its peak may not hold"
+        _warn(seen, largest.inputs[-1], left, why)
         self.replans.append(Replan(seen, seen, False, time.perf_counter() - start))
         same = replace(largest, inputs=(seen,), arguments=())
         self._planned.append(same)
@@ -266,13 +260,15 @@ class ShapePlans:
     def _warn_once(self, seen: Shapes) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "inputs of %s are larger than those the plan was made for (%s): its peak of %s may not hold. "
-                "lowtide.fit plans again for larger inputs",
-                describe_shapes(seen),
-                describe_shapes(self._planned[0].inputs[-1]),
-                format_bytes(self._planned[0].plan.peak_bytes),
-            )
+            first = self._planned[0]
+            then = "its peak of %s may not hold. lowtide.fit plans again for larger inputs"
+            _warn(seen, first.inputs[-1], then, format_bytes(first.plan.peak_bytes))
+
+
+def _warn(seen: Shapes, planned: Shapes, what: str, *values: object) -> None:
+    """Log that inputs are larger than planned for, and what follows."""
+    shapes = describe_shapes(seen), describe_shapes(planned)
+    logger.warning(f"inputs of %s are larger than the plan is for (%s): {what}", *shapes, *values)
 
 
 def shapes_of(tree: Any) -> Shapes:
@@ -408,11 +404,8 @@ class Limits:
         """See `lowtide.solvers.solve`."""
         return shortlist(graph, budget_bytes, host=self.host, lossy=self.lossy, time_limit_s=self.time_limit_s)
 
-    def tightest(self, graph: StepGraph) -> Plan:
-        """The plan of the smallest peak."""
-        return self.solve_or_tightest(graph, 1)
-
     def solve_or_tightest(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        """The plan for a budget, or for the smallest one that can be met."""
         search = search_for(graph, "eager", self.host, self.time_limit_s, self.lossy)
         try:
             return search.plan(budget_bytes)
@@ -498,7 +491,9 @@ class Planner:
         model = copy_without_plans(self._model)
 
         def loss_fn(args: Any, kwargs: dict[str, Any]) -> Tensor:
-            with _uncached_autocast(next(model.parameters()).device.type):
+            kind = next(model.parameters()).device.type
+            dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            with torch.autocast(kind, dtype, is_on, cache_enabled=False):  # the cache is that of the forward around
                 losses = [output_sum_loss(model(*args, **kwargs)) for _ in range(self._num_forwards)]
                 return sum(losses[1:], losses[0])
 
@@ -566,13 +561,6 @@ def _enlarged(args: Any, shapes: Shapes) -> Any:
         return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
     return map_tensors(enlarged, args)
-
-
-def _uncached_autocast(kind: str) -> Any:
-    """Autocast as it is now, without its weight cache: that belongs to the forward around this trace."""
-    if not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _bytes_outside(graph: StepGraph) -> int:
