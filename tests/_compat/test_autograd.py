@@ -254,11 +254,12 @@ def test_an_op_in_place_saves_a_clone_whose_node_is_the_newest() -> None:
 
 
 def test_settings_are_read() -> None:
-    assert autograd.early_stop(True) and not autograd.early_stop(False)
+    setting = autograd.checkpoint_setting
+    assert setting("early_stop", True) and not setting("early_stop", False)
     with torch_checkpoint.set_checkpoint_early_stop(False):
-        assert not autograd.early_stop(True), "torch.utils.checkpoint._enable_checkpoint_early_stop is gone"
+        assert not setting("early_stop", True), "torch.utils.checkpoint._enable_checkpoint_early_stop is gone"
     with torch_checkpoint.set_checkpoint_debug_enabled(True):
-        assert autograd.checkpoint_debug(False), "torch.utils.checkpoint._checkpoint_debug_enabled is gone"
+        assert setting("debug_enabled", False), "torch.utils.checkpoint._checkpoint_debug_enabled is gone"
 
 
 def test_a_running_checkpoint_is_recognised() -> None:

@@ -1,9 +1,10 @@
 """torch's private API, one file per area of torch, so that a new version of torch breaks lowtide here or nowhere.
 
 No other package of lowtide may import or name a private torch attribute; tests/test_package.py enforces it. Every
-function says which private API it relies on or what would make it obsolete, and has a canary test in
-tests/_compat/test_<area>.py. A name that torch has removed is replaced by a placeholder that raises `LowtideError` when
-the feature that needs it is used (see `internals`), so that `import lowtide` and all other features keep working.
+docstring ends with the private API that it relies on, or with the change of torch that would make it obsolete, and
+every function has a canary test in tests/_compat/test_<area>.py. A name that torch has removed is replaced by a
+placeholder that raises `LowtideError` when the feature that needs it is used (see `internals`), so that
+`import lowtide` and all other features keep working.
 
 The other packages use the names of all these files as `_compat.version_of(tensor)`. A few names that one module needs
 are imported from their file.

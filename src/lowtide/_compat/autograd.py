@@ -3,8 +3,7 @@
 Replays use it to notice tensors that were changed in place, to install and read saved-tensor hooks, to number the nodes
 of a forward, and to copy and overwrite buffers without a trace. `lowtide.checkpoint` is a drop-in for torch's: it
 follows the same settings, falls back to torch's own inside `torch.compile`, and raises errors that code written for
-torch's catches. Each docstring ends with the private API that it relies on, or with the change of torch that would make
-it obsolete.
+torch's catches.
 """
 
 from __future__ import annotations
@@ -461,22 +460,14 @@ def checkpoint_in_force() -> Any | None:
 _CHECKPOINTS = ("torch.utils.checkpoint", "lowtide.replay.")
 
 
-def early_stop(default: bool) -> bool:
-    """Return the value of `torch.utils.checkpoint.set_checkpoint_early_stop` if in force, else `default`.
+def checkpoint_setting(name: str, default: bool) -> bool:
+    """Return what `torch.utils.checkpoint.set_checkpoint_<name>` has set, if it is in force, else `default`.
 
-    Obsolete with a public getter. Without the private one, the setting is ignored: it only saves time.
+    Obsolete with public getters. A setting that this torch lacks is ignored: they save time or help to debug.
     """
-    enabled: bool | None = getattr(torch_checkpoint_module, "_enable_checkpoint_early_stop", None)
-    return default if enabled is None else enabled
-
-
-def checkpoint_debug(default: bool) -> bool:
-    """Return the value of `torch.utils.checkpoint.set_checkpoint_debug_enabled` if in force, else `default`.
-
-    Obsolete likewise.
-    """
-    enabled: bool | None = getattr(torch_checkpoint_module, "_checkpoint_debug_enabled", None)
-    return default if enabled is None else enabled
+    attribute = {"early_stop": "_enable_checkpoint_early_stop", "debug_enabled": "_checkpoint_debug_enabled"}[name]
+    value: bool | None = getattr(torch_checkpoint_module, attribute, None)
+    return default if value is None else value
 
 
 def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:

@@ -1,8 +1,7 @@
 """`torch.distributed`: process groups, results of collectives, FSDP2's gathers, DTensor's random states, pipelines.
 
 Traces and replays have to know when FSDP2 gathers and frees parameters, and to repeat collectives without
-communicating; `estimate_parallel` runs on a process group without other ranks. Each docstring ends with the private API
-that it relies on, or with the change of torch that would make it obsolete.
+communicating; `estimate_parallel` runs on a process group without other ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`torch.compile`: Dynamo, AOTAutograd's partitioner and inductor, as the compiled engine calls them.
 
 The eager engine uses two functions of this file: `never_compiled` and `disable_dynamo` keep Dynamo out of hooks. The
-compiler is imported inside of functions, as that takes longer than importing all of lowtide. Each docstring ends with
-the change of torch that would make it obsolete.
+compiler is imported inside of functions, as that takes longer than importing all of lowtide.
 """
 
 from __future__ import annotations

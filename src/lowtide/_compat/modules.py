@@ -1,7 +1,6 @@
 """`nn.Module` and `torch.optim`: parameters, children and hooks, in the private attributes that hold them.
 
-Replays swap and restore a module's tensors, and look for hooks that a replay would run twice. Each docstring ends with
-the change of torch that would make it obsolete.
+Replays swap and restore a module's tensors, and look for hooks that a replay would run twice.
 """
 
 from __future__ import annotations

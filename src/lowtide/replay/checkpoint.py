@@ -97,7 +97,7 @@ def checkpoint(
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if not torch.is_grad_enabled() or _compat.under_functorch():
         return function(*args, **kwargs)
-    if _compat.checkpoint_debug(debug):
+    if _compat.checkpoint_setting("debug_enabled", debug):
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         return _compat.torch_checkpoint(
@@ -119,7 +119,7 @@ def checkpoint(
         options=Options(
             preserve_rng_state=preserve_rng_state,
             determinism_check=determinism_check,
-            early_stop=_compat.early_stop(early_stop),
+            early_stop=_compat.checkpoint_setting("early_stop", early_stop),
         ),
         input_hooks=None if store is None else store_hooks(store),
         contexts=contexts,
