@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.graph.time_lines import device_starts
 from lowtide.tracing.devices import read_allocator
-from lowtide.tracing.op_times import PlainTimes, ProfiledStep, calibrated, fit_to_total, matched, medians, profiled
+from lowtide.tracing.op_times import PlainTimes, ProfiledStep, calibrated, fit_to_total, matched, profiled, set_seconds
+from lowtide.tracing.trace_records import RawOp
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -38,8 +39,13 @@ def test_no_ops_take_no_time() -> None:
     assert fit_to_total([], 1.0, device=CPU) == []
 
 
-def test_medians_go_op_by_op() -> None:
-    assert medians([[9.0, 1.0], [2.0, 3.0], [1.0, 2.0]]) == [2.0, 2.0]
+def test_without_a_profile_an_op_takes_its_median_over_recordings() -> None:
+    alike = [
+        [RawOp("aten.add.Tensor", -1, (), (), (), (), 0, 0, None, -1, seconds=each) for each in run]
+        for run in ([9.0, 1.0], [2.0, 3.0], [1.0, 2.0])
+    ]
+    assert not set_seconds(alike[1], alike, [], 1, PlainTimes(2.0, 2.0, 2.0, 2.0), CPU)
+    assert [op.seconds for op in alike[1]] == [2.0, 2.0]
 
 
 def times_of(*, host_s: float, step_s: float) -> PlainTimes:

@@ -348,11 +348,11 @@ def _trace_simulated(
     with _compat.fake_mode(), _compat.quiet_fakes(), torch.device(_CPU):
         model.to_empty(device=_CPU)
         args = map_tensors(_on_cpu, args)
-        setting = tracing.setting_of(model, args, device)
-        restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
+        step = tracing.step_on(device, model, loss_fn, args, optimizer)
+        restorer = Restorer(model, loss_fn, tensors_in(args), step.device)
         try:
             for _ in range(2):  # the first makes FSDP allocate what it keeps
-                recorder = Recorder(setting.device, checks.names_of(model), shadows=Shadows())
+                recorder = Recorder(step.device, checks.names_of(model), shadows=Shadows())
                 tracing.record(recorder, model, loss_fn, args, restorer)
                 restorer.reset_gradients()
         finally:
@@ -363,7 +363,7 @@ def _trace_simulated(
                 return predicted_s(op, hardware)
             return op.moved_bytes / network_bytes_per_s if op.name.startswith("_c10d_functional") else 0.0
 
-        return tracing.predicted_graph(recorder, optimizer, setting, unseen_bytes, seconds_of)
+        return tracing.predicted_graph(recorder, step, unseen_bytes, seconds_of)
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

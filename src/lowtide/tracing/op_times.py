@@ -251,7 +251,7 @@ def set_seconds(
             op.seconds, op.host_s = op_s, host_s
             op.flags = (*op.flags, "sync") if is_sync else op.flags
         return True
-    medians_s = medians([[op.seconds for op in each] for each in alike])
+    medians_s = [median(op.seconds for op in same) for same in zip(*alike, strict=True)]
     fitted = fit_to_total(medians_s[:num_forward], plain.forward_s, device=device)
     fitted += fit_to_total(medians_s[num_forward:], plain.backward_s, device=device)
     for op, op_s in zip(ops, fitted, strict=True):
@@ -318,11 +318,6 @@ def _root(missing: Callable[[float], float], low: float, high: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if missing(middle) > 0 else (middle, high)
     return high
-
-
-def medians(runs: list[list[float]]) -> list[float]:
-    """Return the median of each op over several runs of the same ops."""
-    return [median(times) for times in zip(*runs, strict=True)]
 
 
 def fit_to_total(times: list[float], total_s: float, *, device: torch.device) -> list[float]:

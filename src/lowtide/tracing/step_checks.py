@@ -90,10 +90,10 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     return {module: name for name, module in model.named_modules()}
 
 
-def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
-    """Return `loss_fn(*args)`, with errors that say so where devices differ or a transform of torch.func is used."""
+def loss(loss_fn: Any, args: Any, model: nn.Module) -> Tensor:
+    """Return `loss_fn(*args)`, with errors that say so where it fails for a known reason, or is no loss."""
     try:
-        return loss_fn(*args)
+        result = loss_fn(*args)
     except (RuntimeError, ValueError) as error:
         text = str(error)
         if "don't yet support saved tensor hooks" in text:
@@ -111,10 +111,6 @@ def run(loss_fn: Any, args: Any, model: nn.Module) -> Any:
             f"the batch is on {', '.join(batch)} and the model on {', '.join(model_devices)}: "
             f"move the batch to the model's device, or let loss_fn do so. ({text.splitlines()[0][:200]})"
         ) from error
-
-
-def loss(result: object) -> None:
-    """Raise unless `loss_fn` returned a scalar that requires a gradient."""
     if not isinstance(result, Tensor):
         hint = " (of a Hugging Face model, return `.loss`)" if hasattr(result, "loss") else ""
         raise TraceError(f"loss_fn returned {type(result).__name__}, not a tensor: let it return the loss{hint}")
@@ -126,6 +122,7 @@ def loss(result: object) -> None:
         raise TraceError(
             "the loss needs no gradient: is it computed under no_grad, detached, or are all parameters frozen?"
         )
+    return result
 
 
 def backward(loss: Tensor) -> None:
@@ -247,8 +244,6 @@ _logged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 class CacheOff:
     """Sets `use_cache` to False in the configs of a model and its submodules, until `restore()`."""
-
-    hidden_from_replay = True
 
     def __init__(self, model: nn.Module) -> None:
         configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}

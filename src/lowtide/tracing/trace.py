@@ -60,7 +60,7 @@ from lowtide.tracing.op_times import (
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.step_checks import NOTE, CacheOff, one_at_a_time
 from lowtide.tracing.trace_records import RawOp
-from lowtide.tracing.untraced_memory import optimizer_memory, plain_optimizer, predict_workspaces
+from lowtide.tracing.untraced_memory import optimizer_memory, plain_optimizer, predict_workspaces, present_state_bytes
 from lowtide.units import format_bytes
 
 
@@ -120,27 +120,30 @@ def trace(
     model = checks.arguments(model, loss_fn, mode)
     optimizer = plain_optimizer(optimizer, model)
     with CacheOff(model) as cache, _compat.random_tracker_restored():
-        graph = _trace(model, loss_fn, args, optimizer, mode, setting_of(model, args, device))
+        graph = _trace(step_on(device, model, loss_fn, args, optimizer), mode)
     return replace(graph, notes=(*graph.notes, NOTE)) if cache.was_on else graph
 
 
-def _trace(model: Any, loss_fn: Any, args: Any, optimizer: Any, mode: Mode, setting: _Setting) -> StepGraph:
+def _trace(step: _StepOnDevice, mode: Mode) -> StepGraph:
+    is_elsewhere = step.is_foreign or step.is_on_meta
+    if mode == "real" and is_elsewhere:
+        raise TraceError(
+            f"a real step needs the model on the device it is traced for; this one is on {step.model_device} "
+            f"and the trace is for {step.hardware.name}. Use mode='fake', or move the model."
+        )
     if mode == "real":
-        if setting.is_foreign or setting.is_on_meta:
-            raise TraceError(
-                f"a real step needs the model on the device it is traced for; this one is on {setting.model_device} "
-                f"and the trace is for {setting.hardware.name}. Use mode='fake', or move the model."
-            )
-        return _trace_real(model, loss_fn, args, optimizer, setting)
-    if mode == "fake" or setting.is_foreign or setting.is_on_meta:
-        return _trace_fake(model, loss_fn, args, optimizer, setting)
-    return _trace_auto(model, loss_fn, args, optimizer, setting)
+        return _trace_real(step)
+    return _trace_fake(step) if mode == "fake" or is_elsewhere else _trace_auto(step)
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """The device that a step is traced on, and the hardware that its times are for."""
+class _StepOnDevice:
+    """The step to trace, the device that it is traced on, and the hardware that its times are for."""
 
+    model: nn.Module
+    loss_fn: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    optimizer: Any
     device: torch.device  # of the tensors in the trace
     hardware: Hardware  # that times are predicted or measured for
     model_device: torch.device
@@ -151,25 +154,28 @@ class _Setting:
     def is_on_meta(self) -> bool:
         return self.model_device.type == "meta"
 
-    def optimizer_memory(self, optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
+    def optimizer_memory(self, block_bytes: int) -> tuple[int, int, list[str]]:
         """Return `optimizer_memory`, worked out once for all graphs of a trace."""
         if block_bytes not in self._optimizer_memory:
-            self._optimizer_memory[block_bytes] = optimizer_memory(optimizer, block_bytes)
+            self._optimizer_memory[block_bytes] = optimizer_memory(self.optimizer, block_bytes)
         state_bytes, workspace_bytes, notes = self._optimizer_memory[block_bytes]
         return state_bytes, workspace_bytes, list(notes)
 
 
-def setting_of(model: nn.Module, args: Any, device: torch.device | str | None) -> _Setting:
-    """The device that a step is traced on, and the hardware that its times are for."""
+def step_on(
+    device: torch.device | str | None, model: nn.Module, loss_fn: Any, args: tuple[Any, ...], optimizer: Any
+) -> _StepOnDevice:
+    """The step, to be traced for a device; by default that of the model."""
+    make = functools.partial(_StepOnDevice, model, loss_fn, args, optimizer)
     model_device = checks.device_of(model, args)
     here = _compat.accelerator()
     if device is None:
         target = (here or torch.device("cpu")) if model_device.type == "meta" else model_device
         target = trace_device(target)
-        return _Setting(target, present_device(target), model_device, False)
+        return make(target, present_device(target), model_device, False)
     hardware = named_device(device) if isinstance(device, str) else None
     if hardware is not None:
-        return _Setting(trace_device(here or torch.device("cpu")), hardware, model_device, True)
+        return make(trace_device(here or torch.device("cpu")), hardware, model_device, True)
     try:
         target = trace_device(torch.device(device))
     except (RuntimeError, TypeError) as error:
@@ -178,30 +184,30 @@ def setting_of(model: nn.Module, args: Any, device: torch.device | str | None) -
         raise TraceError(
             f"this machine has no {target}. To trace for a device that is not here, give its name: device='H100'."
         )
-    return _Setting(target, present_device(target), model_device, target != model_device)
+    return make(target, present_device(target), model_device, target != model_device)
 
 
-def _trace_auto(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
+def _trace_auto(step: _StepOnDevice) -> StepGraph:
     ranks, predicted = current(), None
 
     def fits(graph: StepGraph) -> bool:
-        return _needed_bytes(graph) <= 0.95 * free_bytes(setting.device)
+        return _needed_bytes(graph) <= 0.95 * free_bytes(step.device)
 
     with contextlib.suppress(Exception):  # the step may run on real tensors only; else the real trace raises
         # If a plain step fits, the real trace checks that the step does not vary.
-        predicted = _trace_fake(model, loss_fn, args, optimizer, setting, fits if ranks.is_alone else False)
+        predicted = _trace_fake(step, fits if ranks.is_alone else False)
     if ranks.any(predicted is None, "trace on fake tensors") or predicted is None:
-        return _trace_real(model, loss_fn, args, optimizer, setting)
+        return _trace_real(step)
     if ranks.all(fits(predicted), "whether a plain step fits"):
         try:
             with ranks.together("trace of a plain step"):
-                return _trace_real(model, loss_fn, args, optimizer, setting)
+                return _trace_real(step)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
     note = (
         f"traced on fake tensors: a plain step would need {format_bytes(_needed_bytes(predicted))} more, and "
-        f"{format_bytes(free_bytes(setting.device))} are free"
+        f"{format_bytes(free_bytes(step.device))} are free"
     )
     return replace(predicted, notes=(*predicted.notes, note))
 
@@ -222,37 +228,30 @@ def trace_once(
 ) -> StepGraph:
     """`trace` on fake tensors in half the time: the step is recorded once, so varying steps are not detected."""
     with CacheOff(model), _compat.random_tracker_restored():
-        return _trace_fake(model, loss_fn, args, optimizer, setting_of(model, args, device), is_enough=True)
+        return _trace_fake(step_on(device, model, loss_fn, args, optimizer), is_enough=True)
 
 
-def _trace_fake(
-    model: Any,
-    loss_fn: Any,
-    args: Any,
-    optimizer: Any,
-    setting: _Setting,
-    is_enough: Callable[[StepGraph], bool] | bool = False,
-) -> StepGraph:
+def _trace_fake(step: _StepOnDevice, is_enough: Callable[[StepGraph], bool] | bool = False) -> StepGraph:
     """Trace on fake tensors. A step is recorded twice, to see whether it varies, unless the first graph `is_enough`."""
-    if _compat.gathered_units(model):
+    if _compat.gathered_units(step.model):
         raise FakeTraceError(
             "a model under fully_shard cannot be traced on fake tensors, which its gathers do not accept: use "
             "mode='real', or trace the model before fully_shard is called"
         )
-    unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(model))
-    setting.optimizer_memory(optimizer, block_bytes(setting.device))  # while the model's parameters are real
+    unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(step.model))
+    step.optimizer_memory(block_bytes(step.device))  # while the model's parameters are real
 
     def graph_of(recorder: Recorder) -> StepGraph:
-        return predicted_graph(recorder, optimizer, setting, unseen_bytes)
+        return predicted_graph(recorder, step, unseen_bytes)
 
     def can_stop(recorder: Recorder) -> bool:
         return is_enough if isinstance(is_enough, bool) else is_enough(graph_of(recorder))
 
     try:
         with _compat.fakes_hidden_from_transformers():
-            recorders = _record_fake(model, loss_fn, args, setting, can_stop)
+            recorders = _record_fake(step, can_stop)
     except _compat.fake_errors():
-        recorders = _record_fake(model, loss_fn, args, setting, can_stop, reports=True)
+        recorders = _record_fake(step, can_stop, reports=True)
     recorder = checks.same_step(recorders)[-1]
     checks.nothing_kept(recorders)
     return graph_of(recorder)
@@ -260,38 +259,31 @@ def _trace_fake(
 
 def predicted_graph(
     recorder: Recorder,
-    optimizer: Any,
-    setting: _Setting,
+    step: _StepOnDevice,
     unseen_bytes: int,
     seconds_of: Callable[[RawOp, Hardware], float] = predicted_s,
 ) -> StepGraph:
     """The graph of a recording on fake tensors, with predicted times and workspaces."""
     predict_workspaces(recorder)
-    hardware = setting.hardware
+    hardware = step.hardware
     for index, op in enumerate(recorder.ops):
         op.seconds = seconds_of(op, hardware)
         op.host_s = predicted_host_s(op, hardware, in_backward=index >= recorder.num_forward)
     if hardware.name != "cpu":
         hardware = replace(hardware, **ENGINE_COSTS._asdict())
-    return _build(recorder, optimizer, setting, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
+    return _build(recorder, step, hardware, None, is_measured=False, unseen_bytes=unseen_bytes)
 
 
-def _record_fake(
-    model: Any,
-    loss_fn: Any,
-    args: Any,
-    setting: _Setting,
-    can_stop: Callable[[Recorder], bool],
-    reports: bool = False,
-) -> list[Recorder]:
+def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], reports: bool = False) -> list[Recorder]:
     """Record the step on fake tensors twice, or once if `can_stop` says so of the first recording.
 
     If `reports`, errors of fake kernels too are raised as `FakeTraceError`.
     """
-    restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
+    model, args = step.model, step.args
+    restorer = Restorer(model, step.loss_fn, tensors_in(args), step.device)
     wrappers = data_parallel.wrappers_of(model)
     # A batch for a model on the meta device will be moved to where the model goes.
-    faker = Faker(setting.device, moves_all=setting.is_foreign or setting.is_on_meta)
+    faker = Faker(step.device, moves_all=step.is_foreign or step.is_on_meta)
     recorders: list[Recorder] = []
 
     def before_write(target: Tensor | torch.Generator) -> None:
@@ -310,13 +302,13 @@ def _record_fake(
                 for real, fake in faker.made():
                     shadows.add(fake, real)
                 recorder = Recorder(
-                    setting.device,
+                    step.device,
                     checks.names_of(model),
                     before_write=before_write,
                     shadows=shadows,
-                    block_bytes=block_bytes(setting.device),
+                    block_bytes=block_bytes(step.device),
                 )
-                record(recorder, model, loss_fn, fake_args, restorer)
+                record(recorder, model, step.loss_fn, fake_args, restorer)
                 recorders.append(recorder)
                 restorer.reset_gradients()
                 for tensor in [*model.parameters(), *tensors_in(fake_args)]:
@@ -339,9 +331,9 @@ def _record_fake(
     return recorders
 
 
-def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _Setting) -> StepGraph:
-    restorer = Restorer(model, loss_fn, tensors_in(args), setting.device)
-    device = setting.device
+def _trace_real(step: _StepOnDevice) -> StepGraph:
+    model, loss_fn, args, device = step.model, step.loss_fn, step.args, step.device
+    restorer = Restorer(model, loss_fn, tensors_in(args), device)
     can_profile = device.type == "cpu" and not _compat.profiler_is_active()
     recorders: list[Recorder] = []
     times: list[PlainTimes] = []
@@ -382,7 +374,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     if device.type == "cpu" and not can_profile:
         predict_workspaces(recorder)
         recorder.notes.append("workspaces of kernels are predicted, not measured: another torch.profiler is active")
-    hardware = replace(setting.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
+    hardware = replace(step.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each.ops for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
     if device.type == "cpu":
@@ -392,7 +384,7 @@ def _trace_real(model: Any, loss_fn: Any, args: Any, optimizer: Any, setting: _S
     has_both_lines = set_seconds(recorder.ops, alike, profile, recorder.num_forward, plain, device)
     if not has_both_lines and device.type != "cpu":
         hardware = _without_host_line(recorder, hardware, plain)
-    return _build(recorder, optimizer, setting, hardware, plain.step_s, is_measured=True)
+    return _build(recorder, step, hardware, plain.step_s, is_measured=True)
 
 
 def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> None:
@@ -406,8 +398,7 @@ def _settle(model: nn.Module, loss_fn: Any, args: Any, restorer: Restorer) -> No
         for tensor in (*model.buffers(), *tensors_in(args), *(grad for grad in gradients if grad is not None)):
             restorer.before_write(tensor)
     for _ in range(num_steps):
-        loss = checks.run(loss_fn, args, model)
-        checks.loss(loss)
+        loss = checks.loss(loss_fn, args, model)
         restorer.add_leaves(_compat.leaves_of(loss))
         checks.backward(loss)
         restorer.reset_gradients()
@@ -447,8 +438,7 @@ def record(recorder: Recorder, model: nn.Module, loss_fn: Any, args: Any, restor
         for number, gathered in enumerate(_compat.gathered_parameters(model)):
             recorder.watch_gathered(gathered, f"{GATHERED} {number}")
         stack.enter_context(recorder.recording())
-        loss = checks.run(loss_fn, args, model)
-        checks.loss(loss)
+        loss = checks.loss(loss_fn, args, model)
         recorder.begin_backward()
         restorer.add_leaves(_compat.leaves_of(loss))
         checks.backward(loss)
@@ -485,8 +475,7 @@ def _note_sharded_gradients(recorder: Recorder, touched: dict[str, Tensor], mode
 
 def _build(
     recorder: Recorder,
-    optimizer: Any,
-    setting: _Setting,
+    step: _StepOnDevice,
     hardware: Hardware,
     step_s: float | None,
     *,
@@ -499,8 +488,8 @@ def _build(
     """
     ops, values, saves = _frozen(Op, recorder.ops), _frozen(Value, recorder.values), _frozen(Save, recorder.saves)
     calls = with_structures(ops[: recorder.num_forward], _frozen(Call, recorder.calls), values, saves)
-    state_bytes, workspace_bytes, notes = setting.optimizer_memory(optimizer, recorder.block_bytes)
-    if setting.is_foreign and setting.device.type == "cpu":
+    state_bytes, workspace_bytes, notes = step.optimizer_memory(recorder.block_bytes)
+    if step.is_foreign and step.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
     graph = StepGraph(
         ops=tuple(with_even_times(ops, calls)),
@@ -511,7 +500,7 @@ def _build(
         hardware=replace(hardware, block_bytes=recorder.block_bytes),
         optimizer_state_bytes=state_bytes,
         optimizer_workspace_bytes=workspace_bytes,
-        other_bytes=_other_bytes(recorder, optimizer, setting, is_measured) + unseen_bytes,
+        other_bytes=_other_bytes(recorder, step, is_measured) + unseen_bytes,
         step_s=step_s or 0.0,
         is_measured=is_measured,
         notes=(*dict.fromkeys(recorder.notes), *notes),
@@ -526,22 +515,15 @@ def _frozen(record: type[Any], raws: Sequence[Any]) -> list[Any]:
     return [record(**{name: getattr(raw, name) for name in names}) for raw in raws]
 
 
-def _other_bytes(recorder: Recorder, optimizer: Any, setting: _Setting, is_measured: bool) -> int:
+def _other_bytes(recorder: Recorder, step: _StepOnDevice, is_measured: bool) -> int:
     """Bytes that the process holds on the device beside this step: workspaces of libraries, other models."""
-    if setting.hardware.name == "cpu":
+    if step.hardware.name == "cpu":
         return 0
-    if setting.is_foreign or setting.is_on_meta or setting.device.type != "cuda":
+    if step.is_foreign or step.is_on_meta or step.device.type != "cuda":
         return CUBLAS_BYTES
     known = sum(value.bytes for value in recorder.values if value.born < 0)
-    if optimizer is not None:
-        known += sum(
-            part.untyped_storage().nbytes()
-            for state in optimizer.state.values()
-            for tensor in tensors_in(state)
-            for part in _compat.parts_of(tensor)
-            if part.device == setting.device
-        )
-    others = torch.accelerator.memory_allocated(setting.device) - known
+    known += present_state_bytes(step.optimizer, step.device)
+    others = torch.accelerator.memory_allocated(step.device) - known
     # Without a real step, cuBLAS may not have allocated its workspace yet.
     return max(0, others) if is_measured else max(CUBLAS_BYTES, others)
 

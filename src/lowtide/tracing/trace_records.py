@@ -42,17 +42,12 @@ class Layout(NamedTuple):
 
     def is_contiguous(self, *order: int) -> bool:
         """Whether it is contiguous, or would be with its dimensions in another order."""
-        dims = order or range(len(self.shape))
-        return _is_dense([self.shape[dim] for dim in dims], [self.strides[dim] for dim in dims])
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+        expected = 1
+        for dim in reversed(order or range(len(self.shape))):
+            if self.shape[dim] != 1 and self.strides[dim] != expected:
+                return False
+            expected *= self.shape[dim]
+        return True
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[in
         copy = copies.of(optimizer)
         before = _bytes_of(copy.state, block_bytes)
         live = _LiveBytes(copies.before_write, block_bytes)
-        with torch.no_grad(), _AnyNumber(), live:
+        with torch.no_grad(), live:
             type(optimizer).step(copy)
     finally:
         copies.restore()
@@ -186,17 +186,11 @@ class _MetaCopies:
         return self._tensors[id(tensor)]
 
 
-class _AnyNumber(_compat.DispatchMode):
-    """Returns 1.0 for ops that read a number from a tensor (a norm, to scale by): no size depends on it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return 1.0 if _compat.returns_number(func) else func(*args, **(kwargs or {}))
-
-
 class _LiveBytes(_compat.DispatchMode):
     """Counts the bytes of tensors on the meta device that ops allocate and that are still referenced.
 
-    `most_bytes` is their peak. A storage that is freed is subtracted by a finalizer, so an op costs the same however
+    `most_bytes` is their peak. An op that reads a number from a tensor (a norm, to scale by) returns 1.0, as no size
+    depends on it. A storage that is freed is subtracted by a finalizer, so an op costs the same however
     many tensors are alive.
     """
 
@@ -207,6 +201,8 @@ class _LiveBytes(_compat.DispatchMode):
         self._live_bytes, self._made = 0, set[int]()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _compat.returns_number(func):
+            return 1.0
         kwargs = kwargs or {}
         for tensor in facts_of(func).written_tensors(args, kwargs):
             if _compat.storage_id(tensor) not in self._made:
