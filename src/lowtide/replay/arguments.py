@@ -27,7 +27,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,13 +66,12 @@ class _Slot:
 _SLOTS = tuple(map(_Slot, range(64)))  # shared, so that a call's templates hold no objects of their own
 
 
-class _Container:
-    """The placeholder in a template for a container: its class, the function that rebuilds it, and its parts by key."""
+class _Container(NamedTuple):
+    """The placeholder in a template for a container: its class, its parts by key, and the function that rebuilds it."""
 
-    __slots__ = ("kind", "parts", "rebuild")
-
-    def __init__(self, kind: type, parts: dict[Any, Any], rebuild: Callable[[dict[Any, Any]], Any]) -> None:
-        self.kind, self.parts, self.rebuild = kind, parts, rebuild
+    kind: type
+    parts: dict[Any, Any]
+    rebuild: Callable[[dict[Any, Any]], Any]
 
 
 class Arguments:
@@ -274,7 +273,7 @@ def _rebuilder(container: Any, keys: Iterable[Any]) -> Callable[[dict[Any, Any]]
     if isinstance(container, tuple):
         return functools.partial(_rebuild_tuple, kind, dict(getattr(container, "__dict__", {})))
     # Another class: a shallow copy keeps what else it carries, and is emptied so that it holds no tensor.
-    put = _put_item if isinstance(container, dict | list) else object.__setattr__
+    put: Any = operator.setitem if isinstance(container, dict | list) else object.__setattr__
     try:
         shell = copy.copy(container)
         for key in keys:
@@ -305,13 +304,6 @@ def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]
     if attributes:
         vars(new).update(attributes)
     return new
-
-
-def _put_item(container: Any, key: Any, part: Any) -> None:
-    try:
-        container[key] = part
-    except Exception:  # a class that forbids it, for others
-        (dict if isinstance(container, dict) else list).__setitem__(container, key, part)
 
 
 class Fingerprint:

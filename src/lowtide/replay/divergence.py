@@ -135,7 +135,7 @@ def changes_its_input(function: Callable[..., Any]) -> ReplayError:
 
 def inner_checkpoint(function: Callable[..., Any], torch_error: Exception) -> ReplayError:
     """Return the error for a failed replay of torch's own checkpoint inside of a region."""
-    return ReplayError(f"{_trim(str(torch_error))}\nregion: {describe(function)}")
+    return ReplayError(f"{torch_error}\nregion: {describe(function)}")
 
 
 Difference = tuple[int, str, str]
@@ -228,11 +228,7 @@ def graph_ops(outputs: Sequence[Tensor] | None, since: int) -> list[str]:
     """List the differentiable ops numbered `since` or later that lead to `outputs` (or to the running node)."""
     roots = None if outputs is None else [output.grad_fn for output in outputs]
     names = (re.sub(r"Backward\d*$", "", node.name()) for node in _compat.autograd_nodes_since(since, roots))
-    return [_snake(name) for name in names if "AccumulateGrad" not in name]
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in names if "AccumulateGrad" not in name]
 
 
 def first_difference(forward: Sequence[str], replay: Sequence[str] | None) -> Difference | None:
@@ -241,13 +237,3 @@ def first_difference(forward: Sequence[str], replay: Sequence[str] | None) -> Di
         return None
     pairs = enumerate(zip_longest(forward, replay[: len(forward)], fillvalue="nothing"))
     return next(((position, a, b) for position, (a, b) in pairs if a != b), None)
-
-
-def _trim(message: str) -> str:
-    """Shorten torch's message: no tips, and at most three of the tensors that differ."""
-    message = message.split("\nTip:")[0].rstrip().rstrip(".").rstrip()
-    head, *tensors = re.split(r"(?=^tensor at position)", message, flags=re.MULTILINE)
-    shown = tensors[:_MAX_MISMATCHES]
-    if len(tensors) > len(shown):
-        shown.append(f"and {len(tensors) - len(shown)} more")
-    return head + "".join(shown)

@@ -125,14 +125,11 @@ def capture(
 
 def modes_now() -> Modes:
     """Return torch's present modes."""
-    autocast = _NO_AUTOCAST
+    autocast: Autocast = ()
     if _compat.is_any_autocast_enabled():
         kinds = _device_types()
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
     return torch.get_default_dtype(), _compat.default_device(), autocast
-
-
-_NO_AUTOCAST: Autocast = ()
 
 
 @functools.cache

@@ -84,11 +84,8 @@ class CapturedState:
         self.generators: list[torch.Generator] = []
         self.states: list[Any] = []  # random states and arrays
         self.variables: list[Variable] = []
-        if isinstance(function, nn.Module):  # by far the most common
-            self.modules[function] = True
-        else:
-            self._seen: set[int] = set()
-            self._add(function, 0, True)
+        self._seen: set[int] = set()
+        self._add(function, 0, True)
         for argument in arguments:
             self._seen = set()
             self._add(argument, 1, False)
@@ -142,7 +139,7 @@ class CapturedState:
 
 
 def _is_hidden(value: Any) -> bool:
-    """Return whether this is an engine's own object, which leads to the whole model and which no layer reads."""
+    """Return whether this is an engine's object that users or modules hold: it leads to the whole model."""
     return getattr(type(value), "hidden_from_replay", False)
 
 

@@ -79,8 +79,6 @@ class _Kept(NamedTuple):
 class KeptStates:
     """States by position (or another key), in a store. The input is never evicted and not counted."""
 
-    hidden_from_replay = True
-
     def __init__(self, store: ActivationStore) -> None:
         self.store = store
         self._name = f"checkpointer {next(_numbers)}"
@@ -274,8 +272,6 @@ class LayerStats:
 
 class LayerPass:
     """Runs layers, records them in `ran`, and recomputes their outputs. The backward removes them from the end."""
-
-    hidden_from_replay = True
 
     def __init__(self, states: KeptStates) -> None:
         self.states = states

@@ -81,9 +81,7 @@ def reachable(values: Iterable[Any]) -> Reachable:
         elif not isinstance(value, _INERT) and _is_container(value):
             containers[id(value)] = value
             waiting += [(part, depth + 1) for part in _parts(value)]
-    return Reachable(
-        list(containers.values()), list(generators.values()), list(tensors.values()), list(modules.values())
-    )
+    return Reachable(*(list(each.values()) for each in (containers, generators, tensors, modules)))
 
 
 # Packages whose objects are not opened: locks and queues of threads must not be restored.

@@ -71,8 +71,6 @@ class RetainedOps:
     `positions` are the positions of ops, counted from the region's first.
     """
 
-    hidden_from_replay = True
-
     def __init__(self, name: str, positions: Iterable[int]) -> None:
         self.positions = frozenset(positions)
         self._name = name
