@@ -51,11 +51,6 @@ class RegionLock:
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.RLock()
 
-    @staticmethod
-    def for_module(name: str, module: nn.Module) -> RegionLock | None:
-        """A lock for a module with buffers; None for others, which threads may share."""
-        return RegionLock(name) if next(iter(module.buffers()), None) is not None else None
-
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise LowtideError(
@@ -83,7 +78,7 @@ class PatchedModule:
         self.patch: Any = None  # the function that replaces the forward
         self.inner_paths: tuple[str, ...] = ()  # of patched modules inside it
         self.chooses = self.has_index_choices = False  # ops that choose indices: its own, or inside it
-        self.lock: RegionLock | None = None
+        self.lock: RegionLock | None = None  # of a module with buffers; threads may share others
         self.saved_bytes = self.num_replays = 0
         self.measured_shape: Any = None
         self.began_with: dict[int, str] = {}  # by segment: its first layer when this one last ran in it
@@ -133,8 +128,6 @@ def levels_of(plan: Plan) -> dict[str, dict[int, Levels]]:
 class Decisions:
     """The decisions of a policy or plan: regions by path and number of the call, values to move, modules to split."""
 
-    hidden_from_replay = True
-
     regions: dict[str, dict[int, Levels]] = field(default_factory=dict)
     moves: Moves | None = None
     splits: dict[str, SplitForward] = field(default_factory=dict)  # modules that run in parts, by path
@@ -161,8 +154,6 @@ class StepForwards:
     of an evaluation or of a step that failed. When the backward reaches one of them, the step `is_over`: forwards after
     that belong to another step.
     """
-
-    hidden_from_replay = True
 
     def __init__(self) -> None:
         self.is_over = False
@@ -192,8 +183,6 @@ class StepForwards:
 class RecordedForward:
     """One of `StepForwards`. It lives as long as the graph does, as a hook of the nodes that made module outputs."""
 
-    hidden_from_replay = True
-
     def __init__(self, step: StepForwards) -> None:
         self._step = step
         self.has_hooks = False
@@ -211,28 +200,16 @@ class RecordedForward:
             self._step.is_over = True
 
 
+@dataclass(eq=False, slots=True)
 class ForwardRun:
-    """State of one forward of the model, or of one replay of a part of it.
+    """State of one forward of the model, or of one replay of a part of it."""
 
-    `decisions` are those in force when it began. `counts` has the calls of each module so far; None outside of the
-    step's forwards. `checkpoint` is the innermost checkpoint entered by this engine; one inside of it is the user's.
-    `opens` are the segments begun so far, by number, and `within` the numbers of those that the current call is part
-    of. `recorded` is this forward among several of the step.
-    """
-
-    hidden_from_replay = True
-
-    def __init__(
-        self,
-        decisions: Decisions,
-        counts: dict[str, int] | None = None,
-        checkpoint: Any = None,
-        opens: dict[int, OpenSegment] | None = None,
-        within: frozenset[int] = frozenset(),
-        recorded: RecordedForward | None = None,
-    ) -> None:
-        self.decisions, self.counts, self.checkpoint = decisions, counts, checkpoint
-        self.opens, self.within, self.recorded = {} if opens is None else opens, within, recorded
+    decisions: Decisions  # in force when it began
+    counts: dict[str, int] | None = None  # calls of each module so far; None outside of the step's forwards
+    checkpoint: Any = None  # the innermost one entered by this engine; one inside of it is the user's
+    opens: dict[int, OpenSegment] = field(default_factory=dict)  # segments begun so far, by number
+    within: frozenset[int] = frozenset()  # numbers of the segments that the current call is part of
+    recorded: RecordedForward | None = None  # this forward among several of the step
 
     def segment(self, number: int) -> OpenSegment:
         """The open segment with this number, made if need be. Each of its replays has a new `ForwardRun`."""

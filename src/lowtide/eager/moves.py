@@ -17,7 +17,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,8 +44,6 @@ Keeping = Callable[[Tensor], KeptHere | KeptInStore]
 
 class Moves:
     """The moves of a plan on a model: the stores, and the moved values of each call."""
-
-    hidden_from_replay = True
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         tiers = {move.to for move in plan.moves}
@@ -164,9 +161,7 @@ class Counting:
         self._hooks = saved_tensors_hooks(functools.partial(_pack, self), restore)
         self._moves.resume(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._moves.set_aside()
         self._hooks = None
 

@@ -63,8 +63,6 @@ _PROFILED_EVERY = 8  # factor between the numbers of profiled steps on the CPU, 
 class BudgetWatch:
     """Warns once when a fitted model needs more than `budget_bytes`. Create it after the plan was applied."""
 
-    hidden_from_replay = True
-
     def __init__(
         self, handle: AppliedPlan, device: torch.device, budget_bytes: int, planned_state_bytes: int, static_bytes: int
     ) -> None:
@@ -253,8 +251,6 @@ class OutOfMemory:
 
 class Stepper:
     """Runs steps for a handle, and repeats those that run out of memory."""
-
-    hidden_from_replay = True
 
     def __init__(self, handle: AppliedPlan) -> None:
         self.events: list[OutOfMemory] = []

@@ -163,7 +163,8 @@ class AppliedPlan(Applied):
         patched = PatchedModule(path, module)
         self._regions.append(patched)
         self._patch(patched)
-        patched.lock = RegionLock.for_module(path, module)
+        if next(module.buffers(), None) is not None:
+            patched.lock = RegionLock(path)
         return patched
 
     def see_inputs(self) -> None:

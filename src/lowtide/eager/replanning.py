@@ -142,8 +142,6 @@ class Replan:
 class ShapePlans:
     """The plans of a handle, and the selection of one by input shapes."""
 
-    hidden_from_replay = True
-
     def __init__(self, handle: AppliedPlan, first: PlannedInputs) -> None:
         self.planner: Planner | None = None  # None: larger inputs are not planned for
         self.replans: list[Replan] = []
