@@ -34,8 +34,6 @@ ON_USE = {
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "ops cannot be timed in a compiler pass",
     "torch._meta_registrations._create_grouped_mm_output_tensor": TRACE,
     "torch.optim.optimizer._default_to_fused_or_foreach": "the memory of optimizer steps cannot be predicted",
-    "torch.overrides._get_current_function_mode_stack": "replays cannot restore the default device",
-    "torch.utils._device.DeviceContext": "replays cannot restore the default device",
 }
 
 # lowtide has a fallback for each: the consequence is a cost, not an error.
@@ -88,7 +86,7 @@ def test_what_a_name_needs_besides_is_named() -> None:
         missing()
 
 
-# Runs in a process that has imported torch and not lowtide: makes `find` fail for some paths.
+# Runs in a process that has imported torch and not lowtide: makes `resolve_name` fail for some paths.
 HIDING = """
 import importlib.machinery, importlib.util, os, sys
 import scipy.sparse.csgraph, torch  # once for all forks
@@ -97,14 +95,14 @@ def hide(paths):
     class Loader(importlib.machinery.SourceFileLoader):
         def exec_module(self, module):
             super().exec_module(module)
-            find = module.find
+            find = module.resolve_name
 
             def find_others(path):
                 if path in paths:
                     raise AttributeError(path)
                 return find(path)
 
-            module.find = find_others
+            module.resolve_name = find_others
 
     class Finder:
         def find_spec(self, name, *_):

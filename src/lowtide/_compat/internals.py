@@ -11,8 +11,7 @@ The canary tests in tests/_compat read `INTERNALS` and report every missing path
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch
@@ -31,8 +30,9 @@ def required(path: str, consequence: str, also: tuple[str, ...] = ()) -> Any:
     INTERNALS.update(dict.fromkeys((path, *also), consequence))
     missing = [each for each in (*also, path) if optional(each, _ABSENT) is _ABSENT]
     if not missing:
-        return find(path)
-    return _placeholder(f"torch {torch.__version__} has no {missing[0]}: {consequence}. Use another version of torch")
+        return resolve_name(path)
+    message = f"torch {torch.__version__} has no {missing[0]}: {consequence}. Use another version of torch"
+    return _Missing("Missing", (), {"message": message, "__slots__": ()})
 
 
 _ABSENT = object()
@@ -41,24 +41,9 @@ _ABSENT = object()
 def optional(path: str, fallback: Any) -> Any:
     """Return torch's object at `path`, or `fallback` if this torch has none."""
     try:
-        return find(path)
+        return resolve_name(path)
     except (AttributeError, ImportError):
         return fallback
-
-
-def find(path: str) -> Any:
-    """Return the object at a dotted path, importing submodules on the way."""
-    name, *rest = path.split(".")
-    target: Any = importlib.import_module(name)
-    for part in rest:
-        name = f"{name}.{part}"
-        try:
-            target = getattr(target, part)
-        except AttributeError:
-            if not isinstance(target, ModuleType):
-                raise
-            target = importlib.import_module(name)
-    return target
 
 
 class _Missing(type):
@@ -73,7 +58,3 @@ class _Missing(type):
         if name.startswith("__"):  # looked up by Python itself, `inspect` and `functools`
             raise AttributeError(name)
         raise LowtideError(cls.message)
-
-
-def _placeholder(message: str) -> Any:
-    return _Missing("Missing", (), {"message": message, "__slots__": ()})

@@ -2,8 +2,7 @@
 
 Tracing, replays and the store count memory by storage: they need an identity that is not reused while they hold it,
 a test whether a storage is still alive, and the number of tensors that share it. Replays restore the default device and
-the generators' states. Each docstring ends with the private API that it relies on, or with the change of torch that
-would make it obsolete.
+the generators' states.
 """
 
 from __future__ import annotations
@@ -178,6 +177,8 @@ def wrapper_tensor(kind: type[Tensor], shape: Sequence[int], dtype: torch.dtype,
 
 _DEFAULT = "replays cannot restore the default device of their forward"
 _num_function_modes = required("torch._C._len_torch_function_stack", _DEFAULT)
+_function_modes = required("torch.overrides._get_current_function_mode_stack", _DEFAULT)
+_DeviceContext = required("torch.utils._device.DeviceContext", _DEFAULT)
 
 
 def default_device() -> torch.device | None:
@@ -187,9 +188,7 @@ def default_device() -> torch.device | None:
     """
     if not _num_function_modes():
         return None
-    function_modes = required("torch.overrides._get_current_function_mode_stack", _DEFAULT)
-    context = required("torch.utils._device.DeviceContext", _DEFAULT)
-    return next((mode.device for mode in reversed(function_modes()) if isinstance(mode, context)), None)
+    return next((mode.device for mode in reversed(_function_modes()) if isinstance(mode, _DeviceContext)), None)
 
 
 def default_generator(kind: str, index: int) -> torch.Generator:
