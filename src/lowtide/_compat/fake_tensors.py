@@ -2,8 +2,7 @@
 
 `tracing` makes them, runs ops on them (`FakeKernels`) and handles their errors; `store` and `replay` recognise them.
 `fakes_hidden_from_transformers` patches transformers, which takes another code path for fake tensors than for real
-ones. Modules are imported inside of functions, as fake tensors import much of torch. Each docstring ends with the
-change that would make it obsolete.
+ones. Modules are imported inside of functions, as fake tensors import much of torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The compiled engine reads a joint graph into a `StepGraph`, writes a plan's decisions back as tags, and lets torch's
 partitioner split the graph into forward and backward by them. It also asks the partitioner what torch itself would
-save. The keys of `node.meta` are undocumented, and read here only. Each docstring ends with the change of torch that
-would make it obsolete.
+save. The keys of `node.meta` are undocumented, and read here only.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowtide._compat.dispatch import op_arguments, op_flops
+from lowtide._compat.dispatch import op_flops
 from lowtide._compat.internals import required
 
 _COMPILE = "torch.compile cannot run with lowtide's plans"
@@ -146,13 +146,13 @@ def clean_path(path: str) -> str:
 
 
 def node_flops(node: Any) -> int:
-    """Return the FLOPs of a node by `op_flops`; 0 for nodes without an op. Obsolete like `op_flops`."""
+    """Return the FLOPs of a node by `op_flops`; 0 for nodes without an op, and for sizes without a hint.
+
+    Obsolete like `op_flops`.
+    """
     args, kwargs = node_arguments(node, lambda value: value)
-    try:
-        # Its hint, as int() of a symbolic number would make it a constant of the graph.
-        return int(hint(op_flops(node.target, args, kwargs, value_of(node))))
-    except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):
-        return 0  # the formula does not handle these sizes
+    # Its hint, as int() of a symbolic number would make it a constant of the graph.
+    return int(hint(op_flops(node.target, args, kwargs, value_of(node))) or 0)
 
 
 def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -174,14 +174,6 @@ def hint(size: Any) -> Any:
     """
     node = getattr(size, "node", None)
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
-
-
-def node_argument(node: Any, name: str) -> Any:
-    """Return a node's argument by its name in the op's schema, or its default; None if the op has none of that name.
-
-    Obsolete with a public schema.
-    """
-    return op_arguments(node.target, node.args, node.kwargs).get(name)
 
 
 def written_inputs(joint: Any) -> list[Any]:
@@ -224,20 +216,15 @@ class _Stopped(Exception):
     """Ends a partition whose choice is not used."""
 
 
+@dataclass
 class Partition:
     """A run of torch's partitioner, when it has chosen what to save. Obsolete like `partition_if_accepted`."""
 
-    def __init__(
-        self,
-        graph: Any,
-        node_info: Any,
-        choose_saved: Callable[..., Any],
-        memory_budget: float,
-        num_forward_outputs: int,
-    ) -> None:
-        self._graph, self._node_info, self._choose_saved = graph, node_info, choose_saved
-        self._num_forward_outputs = num_forward_outputs
-        self.chosen = choose_saved(graph, node_info, memory_budget=memory_budget)
+    _graph: Any
+    _node_info: Any
+    _choose_saved: Callable[..., Any]
+    _num_forward_outputs: int
+    chosen: list[Any]
 
     def saved_names(self, fraction: float | None = None) -> list[str]:
         """The nodes that torch saves, or would save under an `activation_memory_budget` of `fraction`."""
@@ -288,7 +275,8 @@ def partition_if_accepted(
     def choose(graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
         if graph is not joint.graph:
             return choose_saved(graph, node_info, memory_budget=memory_budget)
-        partition = Partition(graph, node_info, choose_saved, memory_budget, facts["num_fwd_outputs"])
+        chosen = choose_saved(graph, node_info, memory_budget=memory_budget)
+        partition = Partition(graph, node_info, choose_saved, facts["num_fwd_outputs"], chosen)
         if not is_accepted(partition):
             raise _Stopped
         return partition.chosen

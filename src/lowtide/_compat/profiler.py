@@ -91,8 +91,6 @@ def _allocations(memory: list[tuple[int, int, int]]) -> list[tuple[float, int]]:
     starts: list[int] = []  # addresses of blocks that are allocated now, sorted
     sizes: dict[int, int] = {}
     for time, address, change in memory:
-        if not change:
-            continue
         position = bisect_left(starts, address)
         if change > 0:
             if position and starts[position - 1] + sizes[starts[position - 1]] > address:

@@ -202,7 +202,9 @@ class CapturedStep:
             except InfeasibleBudgetError as infeasible:
                 error = infeasible
                 if is_first:
-                    self._small_bytes = sum(each["total_size"] for each in self._segments() if _is_small(each))
+                    # Tensors of less than 1 MiB have segments of their own.
+                    small = [each for each in self._segments() if each["segment_type"] == "small"]
+                    self._small_bytes = sum(each["total_size"] for each in small)
         raise error
 
     def _renew_pool(self) -> None:
@@ -268,8 +270,7 @@ class CapturedStep:
 
     def _run_eagerly(self, args: tuple[Any, ...], adds: bool) -> Tensor:
         if not adds:
-            leaves = {id(leaf): leaf for graph in self._graphs.values() for leaf in graph.leaves.values()}
-            for leaf in {**leaves, **{id(leaf): leaf for leaf in self._facts.parameters}}.values():
+            for leaf in self._leaves():
                 leaf.grad = None
         loss = self._loss_fn(*args)
         loss.backward()
@@ -321,12 +322,14 @@ class CapturedStep:
 
     def _replaced_bytes(self) -> int:
         """Bytes of present gradients that the next step replaces by its own, which are in the pool."""
-        graphs = self._graphs.values()
-        leaves = {id(leaf): leaf for graph in graphs for leaf in graph.leaves.values()}
-        leaves |= {id(leaf): leaf for leaf in self._facts.parameters}
-        owned = {id(gradient) for graph in graphs for gradient in graph.gradients.values()}
-        present = [leaf.grad for leaf in leaves.values() if leaf.grad is not None and id(leaf.grad) not in owned]
+        owned = {id(gradient) for graph in self._graphs.values() for gradient in graph.gradients.values()}
+        present = [leaf.grad for leaf in self._leaves() if leaf.grad is not None and id(leaf.grad) not in owned]
         return sum(gradient.nbytes for gradient in present)
+
+    def _leaves(self) -> list[Tensor]:
+        """The tensors that a step may give gradients to."""
+        of_graphs = [leaf for graph in self._graphs.values() for leaf in graph.leaves.values()]
+        return list({id(leaf): leaf for leaf in (*of_graphs, *self._facts.parameters)}.values())
 
     def _outside_bytes(self, replaced: int) -> int:
         """Bytes of the step outside of the pool: allocated now, less `replaced`, with optimizer state still to come."""
@@ -392,11 +395,6 @@ def least_reserve(capture: Callable[[int], CapturedPlan], budget_bytes: int) -> 
     if captured != reserve:
         capture(reserve)
     return reserve
-
-
-def _is_small(segment: dict[str, Any]) -> bool:
-    """Whether a segment is for tensors of less than 1 MiB, which the allocator keeps apart."""
-    return bool(segment["segment_type"] == "small")
 
 
 def _refuse_devices(model: nn.Module, args: tuple[Any, ...]) -> None:

@@ -51,7 +51,7 @@ class ModuleStacks:
             shared = 0
             while shared < min(len(keys), len(self._open)) and self._open[shared][0] == keys[shared]:
                 shared += 1
-            self._close_to(shared, op)
+            self.close(op, shared)
             for key in keys[shared:]:
                 path, kind = stack[key]
                 parent = self._open[-1][1] if self._open else -1
@@ -60,11 +60,8 @@ class ModuleStacks:
                 self.calls.append(Call(_compat.clean_path(str(path)), name.rsplit(".", 1)[-1], parent, op, op, (), ()))
         return self._open[-1][1] if self._open else -1
 
-    def close(self, op: int) -> None:
-        """Close all calls: the forward ended before op `op`."""
-        self._close_to(0, op)
-
-    def _close_to(self, depth: int, op: int) -> None:
+    def close(self, op: int, depth: int = 0) -> None:
+        """Close the calls that are open at this depth and deeper: they ended before op `op`."""
         while len(self._open) > depth:
             _, call = self._open.pop()
             self.calls[call] = replace(self.calls[call], end=op)
@@ -351,10 +348,7 @@ def _flags(node: fx.Node) -> tuple[str, ...]:
         return ("random",)
     if not _compat.is_op_overload(node.target):
         return ("custom",) if any(kernel in name for kernel in _OWN_KERNELS) else ("opaque",)
-    flags = facts_of(node.target).flags
-    if "random" in flags and _compat.node_argument(node, "dropout_p") == 0.0:
-        return tuple(flag for flag in flags if flag != "random")  # attention without dropout
-    return flags
+    return facts_of(node.target).flags_of_call(node.args, node.kwargs)
 
 
 def _tensors_of(node: fx.Node) -> dict[int | None, Tensor]:
@@ -390,14 +384,11 @@ def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts]
             measured_s = _measured_s(facts, device)
             if measured_s is not None:
                 return measured_s
-        return predicted_s(_as_op(facts), hardware)
+        name = str(facts.node.target)
+        op = RawOp(name, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
+        return predicted_s(op, hardware)
 
     return seconds
-
-
-def _as_op(facts: NodeFacts) -> RawOp:
-    name = str(facts.node.target)
-    return RawOp(name, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
 
 
 def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:

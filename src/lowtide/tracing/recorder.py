@@ -277,7 +277,7 @@ class Recorder(_compat.DispatchMode):
                 outputs,
                 self.values_of(iter(mutated)) if mutated else (),
                 flags,
-                _flops(func, args, kwargs, out),
+                int(_compat.op_flops(func, args, kwargs, out)),
                 sum(tensor.nbytes for tensor in given) + sum(tensor.nbytes for tensor in made),
                 made[0].dtype if made else None,
                 forward_op,
@@ -546,10 +546,3 @@ class _Gathered:
         if not self._storages or not self._storages[0].nbytes():
             return 0
         return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in self._storages)
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    try:
-        return int(_compat.op_flops(func, args, kwargs, out))
-    except Exception:  # the formula does not support these arguments: continue without FLOPs
-        return 0
