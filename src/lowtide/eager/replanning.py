@@ -23,9 +23,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -411,6 +411,7 @@ class Limits:
             return search.plan(error.floor_bytes)
 
 
+@dataclass
 class Planner:
     """Makes further plans for a model that has one.
 
@@ -419,27 +420,18 @@ class Planner:
     the first.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        base: StepGraph,
-        base_inputs: Shapes,
-        *,
-        budget_bytes: int,
-        limits: Limits,
-        correction_bytes: int,
-        optimizer: torch.optim.Optimizer | None,
-        splits: Sequence[Split] = (),
-        ranks: Ranks = ALONE,
-        smallest: Plan | None = None,
-    ) -> None:
-        self._splits = tuple(splits)
-        self.budget_bytes = budget_bytes
-        self.ranks = ranks
-        self.smallest = smallest  # the plan with the smallest peak, where several ranks share a plan
-        self.limits = limits
-        self._model, self._optimizer = model, optimizer
-        self._correction_bytes = correction_bytes
+    model: nn.Module
+    base: InitVar[StepGraph]
+    base_inputs: InitVar[Shapes]
+    budget_bytes: int
+    limits: Limits
+    correction_bytes: int
+    optimizer: torch.optim.Optimizer | None
+    splits: tuple[Split, ...] = ()
+    ranks: Ranks = ALONE
+    smallest: Plan | None = None  # the plan with the smallest peak, where several ranks share a plan
+
+    def __post_init__(self, base: StepGraph, base_inputs: Shapes) -> None:
         self._outside_bytes, self._base_elements = _bytes_outside(base), max(1, num_elements(base_inputs))
         self._num_forwards = max(1, sum(not forward.path for forward in base.forwards))  # of the model, in a step
 
@@ -453,7 +445,7 @@ class Planner:
         inputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
         graph, target = _first_that_works(target, seen, inputs, lambda inputs: self._trace_copy(*inputs))
         loss_bytes = self._outside_bytes * num_elements(target) // self._base_elements
-        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes + loss_bytes)
+        graph = replace(graph, other_bytes=graph.other_bytes + self.correction_bytes + loss_bytes)
         return *self._plan(graph, target), target
 
     def for_arguments(
@@ -466,11 +458,11 @@ class Planner:
         """
 
         def traced(args: Any) -> tuple[StepGraph, list[Shapes]]:
-            with recorded_input_shapes(self._model) as inputs:
-                return self._traced(self._model, loss_fn, *args), inputs
+            with recorded_input_shapes(self.model) as inputs:
+                return self._traced(self.model, loss_fn, *args), inputs
 
         (graph, inputs), target = _first_that_works(target, seen, args, traced, self.ranks)
-        graph = replace(graph, other_bytes=graph.other_bytes + self._correction_bytes)
+        graph = replace(graph, other_bytes=graph.other_bytes + self.correction_bytes)
         return *self._plan(graph, inputs[-1] if inputs else ()), target, inputs
 
     def solve(self, graph: StepGraph, budget_bytes: int) -> Plan:
@@ -483,10 +475,10 @@ class Planner:
 
     def _plan(self, graph: StepGraph, inputs: Shapes) -> tuple[Plan, StepGraph]:
         plan = self.solve_or_tightest(graph, self.budget_bytes)
-        return replace(with_parameters(plan, self._model), input_shapes=inputs), graph
+        return replace(with_parameters(plan, self.model), input_shapes=inputs), graph
 
     def _trace_copy(self, args: Any, kwargs: dict[str, Any]) -> StepGraph:
-        model = copy_without_plans(self._model)
+        model = copy_without_plans(self.model)
 
         def loss_fn(args: Any, kwargs: dict[str, Any]) -> Tensor:
             kind = next(model.parameters()).device.type
@@ -499,9 +491,9 @@ class Planner:
 
     def _traced(self, model: nn.Module, loss_fn: Callable[..., Tensor], *args: Any) -> StepGraph:
         # Largest shapes: of outputs whose size depends on values, such as `x[mask]`.
-        with splitting(model, self._splits), largest_shapes():
-            graph = trace(model, loss_fn, *args, optimizer=self._optimizer, mode="fake")
-        return replace(graph, splits=self._splits)
+        with splitting(model, self.splits), largest_shapes():
+            graph = trace(model, loss_fn, *args, optimizer=self.optimizer, mode="fake")
+        return replace(graph, splits=self.splits)
 
 
 def copy_without_plans(model: nn.Module) -> nn.Module:

@@ -408,16 +408,14 @@ def is_held_itself(tensor: Tensor) -> bool:
     return is_parameter or tensor.is_inference()
 
 
+@dataclasses.dataclass(slots=True)
 class LastCall:
     """Template, versions and metadata of a module's previous call, shared by the next call if it has equal ones."""
 
-    __slots__ = ("arguments", "input_versions", "metadata", "requires_grad")
-
-    def __init__(self) -> None:
-        self.arguments = Arguments()
-        self.input_versions: list[int] = []
-        self.requires_grad: list[bool] = []
-        self.metadata: list[Any] = []
+    arguments: Arguments = dataclasses.field(default_factory=Arguments)
+    input_versions: list[int] = dataclasses.field(default_factory=list)
+    requires_grad: list[bool] = dataclasses.field(default_factory=list)
+    metadata: list[Any] = dataclasses.field(default_factory=list)
 
 
 def same(last: list[Any], now: list[Any]) -> list[Any]:

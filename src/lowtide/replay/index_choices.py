@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,16 +47,16 @@ class IndexChoice(NamedTuple):
 IndexChoiceLog = list[IndexChoice]
 
 
+@dataclass(eq=False, slots=True)
 class _Cursor:
     """A thread's position in a log. A forward appends to the log at its end; a replay only reads it."""
 
-    __slots__ = ("frame", "is_choosing", "is_replay", "log", "pending", "position")
-
-    def __init__(self, log: IndexChoiceLog, position: int, *, is_replay: bool) -> None:
-        self.log, self.position, self.is_replay = log, position, is_replay
-        self.frame: Any = None  # of the region whose forward this is
-        self.is_choosing = False  # whether the dispatch mode is already in force
-        self.pending: dict[int, _compat.StorageReference] = {}  # results of collectives that were not waited for
+    log: IndexChoiceLog
+    position: int
+    is_replay: bool
+    frame: Any = None  # of the region whose forward this is
+    is_choosing: bool = False  # whether the dispatch mode is already in force
+    pending: dict[int, _compat.StorageReference] = field(default_factory=dict)  # collectives that were not waited for
 
 
 class _CurrentLog(threading.local):

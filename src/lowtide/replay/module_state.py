@@ -26,6 +26,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -244,14 +245,6 @@ class StateParts:
     Shared by the snapshots of calls between which none of this changed, such as those of a BatchNorm.
     """
 
-    # fmt: off
-    __slots__ = (
-        "_known_writes", "always_overwritten", "containers", "copied", "copied_tensors", "generators", "holds_others",
-        "is_lazy", "is_learning", "is_passing", "is_rebound", "is_volatile", "may_hide_writes", "modules", "tracked",
-        "tree", "uncopied", "values",
-    )
-    # fmt: on
-
     def __init__(self, tree: ModuleTree, values: list[Any]) -> None:
         self.tree, self.values = tree, values
         state = reachable(
@@ -302,16 +295,14 @@ class StateParts:
         return self.has_same_containers() and self.tree.writes == self._known_writes
 
 
+@dataclass(eq=False, slots=True)
 class ModuleSnapshot:
     """The values that a tree's names are bound to, the contents of containers, and copies of small tensors."""
 
-    __slots__ = ("_copied_versions", "_copies", "parts", "versions")
-
-    def __init__(
-        self, parts: StateParts, versions: list[int], copies: list[_compat.Values], copied_versions: list[int]
-    ) -> None:
-        self.parts, self.versions = parts, versions
-        self._copies, self._copied_versions = copies, copied_versions
+    parts: StateParts
+    versions: list[int]
+    copies: list[_compat.Values]
+    copied_versions: list[int]
 
     @classmethod
     def of(cls, parts: StateParts) -> ModuleSnapshot:
@@ -334,9 +325,9 @@ class ModuleSnapshot:
         parts = self.parts
         return (
             not parts.is_volatile
-            and len(self._copies) == len(parts.copied)  # else they were dropped, for the next call to make new ones
+            and len(self.copies) == len(parts.copied)  # else they were dropped, for the next call to make new ones
             and parts.has_same_containers()
-            and (not parts.copied or _compat.versions_of(parts.copied_tensors) == self._copied_versions)
+            and (not parts.copied or _compat.versions_of(parts.copied_tensors) == self.copied_versions)
         )
 
     def binds_same_objects(self) -> bool:
@@ -349,7 +340,7 @@ class ModuleSnapshot:
         return self if versions == self.versions else self._with_versions(versions)
 
     def _with_versions(self, versions: list[int]) -> ModuleSnapshot:
-        return ModuleSnapshot(self.parts, versions, self._copies, self._copied_versions)
+        return ModuleSnapshot(self.parts, versions, self.copies, self.copied_versions)
 
     def forward_done(self, *, runs_all: bool) -> ModuleSnapshot:
         """Record what the forward wrote; return this with the versions that tensors must have in a replay.
@@ -384,7 +375,7 @@ class ModuleSnapshot:
 
     def _without_unwritten_parameters(self) -> ModuleSnapshot:
         """Return this without the copies of parameters that the forward might have written and did not write."""
-        parts, before = self.parts, self._copied_versions
+        parts, before = self.parts, self.copied_versions
         versions = _compat.versions_of(parts.copied_tensors)
         is_dropped = [
             isinstance(tensor, nn.Parameter) and now == then
@@ -396,13 +387,13 @@ class ModuleSnapshot:
         return ModuleSnapshot(
             parts.without_copies_of(is_dropped),
             [*self.versions, *itertools.compress(versions, is_dropped)],
-            list(itertools.compress(self._copies, is_kept)),
+            list(itertools.compress(self.copies, is_kept)),
             list(itertools.compress(before, is_kept)),
         )
 
     def _learn_writes(self, runs_all: bool) -> None:
         tree = self.tree
-        for (slot, tensor), copied, version in zip(self.parts.copied, self._copies, self._copied_versions, strict=True):
+        for (slot, tensor), copied, version in zip(self.parts.copied, self.copies, self.copied_versions, strict=True):
             if slot is None or tree.is_written(slot):
                 continue
             is_changed = _compat.version_of(tensor) != version
@@ -455,7 +446,7 @@ class ModuleSnapshot:
 
     def _overwrite(self, is_done: bool) -> Callable[[], None]:
         """Restore the values of tensors that were written since."""
-        tensors, copies, versions = self.parts.copied_tensors, self._copies, self._copied_versions
+        tensors, copies, versions = self.parts.copied_tensors, self.copies, self.copied_versions
         if is_done and not self.parts.always_overwritten:
             changed = self._changed()
             tensors, copies = [tensors[index] for index in changed], [copies[index] for index in changed]
@@ -468,7 +459,7 @@ class ModuleSnapshot:
         """Return the indices of copied tensors that the forward wrote, or may have written."""
         parts = self.parts
         now = _compat.versions_of(parts.copied_tensors)
-        is_changed = [one != other for one, other in zip(now, self._copied_versions, strict=True)]
+        is_changed = [one != other for one, other in zip(now, self.copied_versions, strict=True)]
         counted = {
             id(slot.names)
             for (slot, _), is_new in zip(parts.copied, is_changed, strict=True)
