@@ -39,10 +39,7 @@ version_of_saved: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return autograd's count of in-place changes; 0 for inference tensors, which have none.
-
-    Obsolete with a public `Tensor.version`.
-    """
+    """Return autograd's count of in-place changes; 0 for inference tensors. Obsolete with a public `Tensor.version`."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -251,10 +248,7 @@ _FILLS_LATER = frozenset({"RreluWithNoiseBackward0", "RreluWithNoiseBackward1"})
 
 
 def is_clone(node: Any) -> bool:
-    """Return whether an autograd node is that of a clone.
-
-    Relies on the names of nodes; obsolete with documented ones.
-    """
+    """Return whether an autograd node is that of a clone. Relies on names of nodes; obsolete with documented ones."""
     return bool(node.name() == "CloneBackward0")
 
 
@@ -275,10 +269,7 @@ _SAVE_RESULTS = frozenset(
 
 
 def sequence_of(node: Any) -> int:
-    """Return the sequence number of an autograd node, which grows in the order of the forward.
-
-    Relies on `Node._sequence_nr`; obsolete with a public one.
-    """
+    """Return the number of an autograd node, which grows in the order of the forward. Relies on `Node._sequence_nr`."""
     return node._sequence_nr()
 
 
@@ -374,10 +365,7 @@ _CASTS_AND_VIEWS = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBac
 
 
 def no_hooks_in_force() -> bool:
-    """Return whether no saved-tensor hooks are in force and new ones may be installed.
-
-    Obsolete with public functions for both.
-    """
+    """Return whether no saved-tensor hooks are in force and new ones are allowed. Obsolete with public functions."""
     return current_hooks() is None and _hooks_enabled() and not under_functorch()
 
 
@@ -396,10 +384,7 @@ def is_replayed() -> bool:
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Return whether hooks run after the tensor's gradient is accumulated, as for an optimizer in the backward.
-
-    Relies on `Tensor._post_accumulate_grad_hooks`; obsolete with a public function that lists them.
-    """
+    """Return whether hooks run after a gradient is accumulated. Relies on `Tensor._post_accumulate_grad_hooks`."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -419,10 +404,7 @@ def has_marked_version(tensor: Tensor) -> bool:
 
 
 def propagate_version_mark(op: Any, args: Any, output: Any) -> None:
-    """Mark the output of an op that returns an alias with a version counter of its own, if its argument is marked.
-
-    Obsolete when these ops return views that share the counter.
-    """
+    """Mark an op's output if its argument is marked and it has a version of its own. Obsolete when it shares that."""
     if op in _UNTRACKED_VIEWS and has_marked_version(args[0]):
         set_version(output, _MARK)
 
@@ -434,10 +416,7 @@ _UNTRACKED_VIEWS = tuple(
 
 
 def leaves_of(output: Tensor) -> list[Tensor]:
-    """List the leaves that a backward from `output` accumulates into.
-
-    Relies on `AccumulateGrad.variable`; obsolete with a public function for it.
-    """
+    """List the leaves that a backward from `output` accumulates into. Relies on `AccumulateGrad.variable`."""
     return [node.variable for node in autograd_nodes_since(0, [output.grad_fn]) if hasattr(node, "variable")]
 
 

@@ -99,19 +99,13 @@ def _see_random_ops(kind: type) -> None:
 
 
 def flattened(output: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of an op's output and a function that builds the output from leaves.
-
-    Obsolete with a public pytree.
-    """
+    """Return the leaves of an op's output and a function that builds it from leaves. Obsolete with a public pytree."""
     parts, structure = _tree_flatten(output)
     return parts, functools.partial(_tree_unflatten, treespec=structure)
 
 
 def is_cast_of_weight(op: Any, args: Any) -> bool:
-    """Return whether an op casts a parameter or another leaf, a result that autocast caches.
-
-    Obsolete with a public `_to_copy`.
-    """
+    """Return whether an op casts a parameter or leaf, which autocast caches. Obsolete with a public `_to_copy`."""
     return op is _CAST and (isinstance(args[0], nn.Parameter) or (args[0].requires_grad and args[0].is_leaf))
 
 
@@ -158,19 +152,13 @@ def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool, bool]:
 
 
 def op_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Map the names of an op's arguments to those given, or their defaults; None if there is none.
-
-    Obsolete with a public schema.
-    """
+    """Map the names of an op's arguments to those given, or their defaults (or None). Obsolete with a public schema."""
     arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     return {**arguments, **dict(zip(arguments, args, strict=False)), **kwargs}
 
 
 class ReadGuard(DispatchMode):
-    """A dispatch mode that calls `refuse(tensor)` when an op reads one of `tensors` or an alias of it.
-
-    Obsolete like `DispatchMode`.
-    """
+    """Calls `refuse(tensor)` when an op reads one of `tensors` or an alias of it. Obsolete like `DispatchMode`."""
 
     def __init__(self, tensors: Sequence[Tensor], refuse: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -212,28 +200,19 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose ops are hidden from dispatch modes (a selective checkpoint would count them).
-
-    Obsolete with a public one.
-    """
+    """Return a context whose ops are hidden from dispatch modes, which may count them. Obsolete with a public one."""
     return disable_modes() if num_dispatch_modes() else _NO_CONTEXT
 
 
 @contextlib.contextmanager
 def bare_kernels() -> Iterator[None]:
-    """Run a block without autograd, autocast and dispatch modes.
-
-    Obsolete with a public context that switches autocast off for all devices.
-    """
+    """Run a block without autograd, autocast and dispatch modes. Obsolete with public contexts for the last two."""
     with torch.no_grad(), _DisableAutocast(), without_modes():
         yield
 
 
 def is_op_overload(target: Any) -> bool:
-    """Return whether the target of a graph's node is an op with a schema, not a Python function or a higher-order op.
-
-    Obsolete when `torch` exports `OpOverload`.
-    """
+    """Return whether a value is an op with a schema. Obsolete when `torch` exports `OpOverload`."""
     return isinstance(target, torch._ops.OpOverload)
 
 
@@ -326,8 +305,5 @@ class SynchronizingOps(DispatchMode):
 
 
 def is_copy_while_capturing(error: BaseException) -> bool:
-    """Return whether a capture failed at a copy from host memory that is not pinned, by torch's text.
-
-    Obsolete when torch raises an exception of its own, or makes tensors of single numbers on the device.
-    """
+    """Return whether a capture failed at a copy from the host, by torch's text. Obsolete with an exception for it."""
     return "Cannot copy between CPU and CUDA tensors" in str(error)

@@ -40,10 +40,7 @@ def group_timeout(group: Any) -> timedelta:
 
 
 def is_distributed_type(kind: type) -> bool:
-    """Return whether this is a tensor subclass of torch.distributed: a DTensor, or the result of a collective.
-
-    Goes by the name of its module; obsolete when `AsyncCollectiveTensor` is public.
-    """
+    """Return whether a class is torch.distributed's (DTensor, results of collectives), by its module's name."""
     return kind.__module__.startswith("torch.distributed")
 
 
@@ -67,10 +64,7 @@ def finished_collective(func: Any, written: Any) -> Any:
 
 
 def gathered_units(model: nn.Module) -> list[Any]:
-    """List the modules of a model that `fully_shard` (FSDP2) was called on.
-
-    Reads `sys.modules`, as importing torch.distributed.fsdp takes long; obsolete when it does not.
-    """
+    """List the modules that `fully_shard` (FSDP2) has changed. Reads `sys.modules`; obsolete when imports are fast."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
@@ -221,10 +215,7 @@ def is_before_backward_of_fsdp(hook: Any) -> bool:
 
 
 def random_tracker() -> Any:
-    """Return the object by which DTensor gives each rank its own part of a random tensor; None before its first use.
-
-    Relies on `torch.distributed.tensor._random._rng_tracker`; obsolete with a public getter.
-    """
+    """Return what gives each rank its part of a random tensor; None before its first use. Relies on `_rng_tracker`."""
     return getattr(sys.modules.get("torch.distributed.tensor._random"), "_rng_tracker", None)
 
 
@@ -268,10 +259,7 @@ def fake_process_group(world: int) -> Iterator[None]:
 
 
 def pipeline_stages(schedule: Any) -> list[Any]:
-    """List the stages of a schedule of torch.distributed.pipelining that this rank runs.
-
-    Relies on `_stage` and `_stages` of schedules; obsolete when a schedule lists its stages.
-    """
+    """List the stages of a pipeline schedule that this rank runs. Relies on `_stage` and `_stages` of schedules."""
     return list(getattr(schedule, "_stages", ())) or [schedule._stage]
 
 

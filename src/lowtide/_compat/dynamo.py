@@ -137,10 +137,7 @@ def backend_options(module: nn.Module) -> Any:
 
 
 def active_data_parallel() -> Any:
-    """Return the `DistributedDataParallel` whose forward runs now; None outside of one.
-
-    Relies on `DistributedDataParallel._get_active_ddp_module`, which Dynamo uses; obsolete with a public way to ask.
-    """
+    """Return the `DistributedDataParallel` whose forward runs now, or None. Relies on `_get_active_ddp_module`."""
     active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
     return None if active is None else active()
 
@@ -182,10 +179,7 @@ class LimitWatch(logging.Handler):
 
 
 def traced_functions() -> set[str]:
-    """Return the functions whose code Dynamo traced for the graph being compiled: `'name' (file:line)`.
-
-    Obsolete when Dynamo passes the traced code to backends.
-    """
+    """Return the functions, as `'name' (file:line)`, traced for the graph being compiled. Relies on `traced_code`."""
     context = required("torch._guards.TracingContext", _COMPILE).try_get()
     codes = getattr(context, "traced_code", None) or ()
     return set(map(_function_name, codes))
@@ -230,20 +224,14 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
 
 
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
-    """Return inductor's options for one of `torch.compile`'s modes.
-
-    Relies on `torch._inductor.list_mode_options`, which torch's docs name.
-    """
+    """Return inductor's options for one of `torch.compile`'s modes. Relies on `list_mode_options`, which docs name."""
     if mode in (None, "default"):
         return {}
     return dict(required("torch._inductor.list_mode_options", _COMPILE)(mode, dynamic))
 
 
 def is_inductor_option(name: str) -> bool:
-    """Return whether inductor has an option of that name.
-
-    Relies on `torch._inductor.list_options`, which torch's docs name.
-    """
+    """Return whether inductor has an option of that name. Relies on `list_options`, which torch's docs name."""
     return name.replace("-", "_") in required("torch._inductor.list_options", _COMPILE)()
 
 
@@ -273,8 +261,5 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def compiler_is_imported() -> bool:
-    """Return whether Dynamo was imported, so that something may have been compiled.
-
-    Obsolete when `torch.compiler.set_stance` imports no compiler.
-    """
+    """Return whether Dynamo was imported. Obsolete when `torch.compiler.set_stance` imports no compiler."""
     return "torch._dynamo" in sys.modules

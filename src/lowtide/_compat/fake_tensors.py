@@ -26,10 +26,7 @@ _TRACE = "steps cannot be traced on fake tensors"
 
 
 def fake_mode() -> Any:
-    """Return a mode in which new tensors are fake and real inputs are allowed.
-
-    Obsolete when `torch.compiler` or `torch.utils` exports `FakeTensorMode`.
-    """
+    """Return a mode in which new tensors are fake and real inputs allowed. Obsolete with a public `FakeTensorMode`."""
     kind = required("torch._subclasses.fake_tensor.FakeTensorMode", _TRACE)
     return (_mode_of_largest_shapes(kind) if _largest_shapes.get() else kind)(allow_non_fake_inputs=True)
 
@@ -105,10 +102,7 @@ class FakeAlias:
 
 @contextlib.contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Run a block in which fake tensors raise their errors without logging them as well.
-
-    Relies on the name of their logger; obsolete when they only raise.
-    """
+    """Run a block in which fake tensors do not log the errors that they raise. Relies on the name of their logger."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was = logger.disabled
     logger.disabled = True
@@ -154,10 +148,7 @@ _SCRIPT_KINDS = ("ScriptFunction", "ScriptMethod")
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that fake tensors raise where a size or a branch depends on values, or an op is unknown.
-
-    Obsolete when these have a public base class.
-    """
+    """Return what fake tensors raise for unknown values, shapes and ops. Obsolete with a public base class."""
     names = ("DataDependentOutput", "DynamicOutputShape", "UnsupportedOperator", "UnsupportedFakeTensor")
     paths = (f"torch._subclasses.fake_tensor.{name}Exception" for name in names)
     return tuple(error for error in (optional(path, None) for path in paths) if error is not None)
@@ -165,10 +156,7 @@ def fake_errors() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def without_fake_mode() -> Iterator[None]:
-    """Run a block in which new tensors are real, inside of a compiler pass that works on fake ones.
-
-    Obsolete when `torch.compiler` lets a backend run an op.
-    """
+    """Run a block with real tensors in a compiler pass on fake ones. Obsolete when a backend may run ops."""
     unset_fake = required(
         "torch._subclasses.fake_tensor.unset_fake_temporarily", "ops cannot be timed in a compiler pass"
     )
@@ -343,9 +331,6 @@ class _Given:
 
 
 def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """Return the output of `_grouped_mm` in any dtype that its kernels take.
-
-    Obsolete when torch's fake kernel takes more than bfloat16, which that of 2.13 does not.
-    """
+    """Return the output of `_grouped_mm` in any dtype. Obsolete when torch's fake takes more than bfloat16."""
     output = required("torch._meta_registrations._create_grouped_mm_output_tensor", _TRACE)
     return output(a, b, offs, out_dtype)

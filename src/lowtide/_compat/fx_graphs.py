@@ -27,18 +27,12 @@ PARTITIONER_TAG = "recompute"
 
 
 def set_tag(node: Any, policy: CheckpointPolicy) -> None:
-    """Tag a node to be saved or recomputed by torch's partitioner, unless a checkpoint of the user has tagged it.
-
-    Obsolete when the tag is documented.
-    """
+    """Tag a node for torch's partitioner, unless a checkpoint of the user has. Obsolete when the tag is documented."""
     node.meta.setdefault(PARTITIONER_TAG, policy)
 
 
 def is_tagged_recomputed(node: Any) -> bool:
-    """Return whether a checkpoint of the user has tagged a node to be recomputed.
-
-    Obsolete when the tag is documented.
-    """
+    """Return whether a checkpoint of the user tagged a node as recomputed. Obsolete when the tag is documented."""
     recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get(PARTITIONER_TAG) in recomputed
 
@@ -73,10 +67,7 @@ def copied_module(module: Any) -> Any:
 
 
 def static_inputs(module: Any) -> list[bool]:
-    """Return, for each input of one of Dynamo's graphs, whether it is a parameter or buffer.
-
-    Obsolete when Dynamo documents `node.meta["tensor_dict"]`.
-    """
+    """Say of each input of Dynamo's graph whether it is a parameter or buffer. Relies on `node.meta["tensor_dict"]`."""
     inputs = module.graph.find_nodes(op="placeholder")
     return ["_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {}) for node in inputs]
 
@@ -113,18 +104,12 @@ def _with_number(fake: Any, number: Any, context: Any) -> Any:
 
 
 def value_of(node: Any) -> Any:
-    """Return the value of a node as AOTAutograd traced it: a fake tensor, or a tuple of them; None if unknown.
-
-    Obsolete when `torch.fx` documents `node.meta["val"]`.
-    """
+    """Return the fake tensor that a node was traced with, or a tuple of them, or None. Relies on `node.meta["val"]`."""
     return node.meta.get("val")
 
 
 def module_stack(node: Any) -> dict[str, tuple[str, Any]] | None:
-    """Return the module calls around a node, outermost first: path and class (or its name) by call.
-
-    Obsolete when Dynamo documents `node.meta["nn_module_stack"]`.
-    """
+    """Return path and class of each module call around a node, the outermost first. Relies on `nn_module_stack`."""
     return node.meta.get("nn_module_stack")
 
 
@@ -146,20 +131,14 @@ def clean_path(path: str) -> str:
 
 
 def node_flops(node: Any) -> int:
-    """Return the FLOPs of a node by `op_flops`; 0 for nodes without an op, and for sizes without a hint.
-
-    Obsolete like `op_flops`.
-    """
+    """Return the FLOPs of a node; 0 without an op, or without hints of its sizes. Obsolete like `op_flops`."""
     args, kwargs = node_arguments(node, lambda value: value)
     # Its hint, as int() of a symbolic number would make it a constant of the graph.
     return int(hint(op_flops(node.target, args, kwargs, value_of(node))) or 0)
 
 
 def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return a node's arguments, with each node among them replaced by `change(value of that node)`.
-
-    Relies on `node.meta["val"]`, like `value_of`.
-    """
+    """Return a node's arguments, with `change(value)` for each node among them. Relies on `node.meta["val"]`."""
 
     def value(each: Any) -> Any:
         return change(value_of(each))
@@ -168,10 +147,7 @@ def node_arguments(node: Any, change: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def hint(size: Any) -> Any:
-    """Return a symbolic size's value at the time of tracing; other values unchanged.
-
-    Obsolete when `torch.export` or `torch.compiler` shows the hints of symbolic sizes.
-    """
+    """Return a symbolic size's value at the time of tracing; others unchanged. Obsolete with public hints."""
     node = getattr(size, "node", None)
     return node.hint if node is not None and isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 

@@ -27,10 +27,7 @@ def module_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def submodules(module: nn.Module) -> list[nn.Module]:
-    """List `module` and all modules below it, each once.
-
-    Several times faster than `module.modules()`, which builds names; obsolete when that is as fast.
-    """
+    """List `module` and all below it, each once. Obsolete when `module.modules()`, which builds names, is as fast."""
     seen, modules = {id(module)}, [module]
     for parent in modules:  # grows
         for child in parent._modules.values():

@@ -53,19 +53,13 @@ def _events(profiler: Any, mark: str | None) -> _Events:
 
 
 def cpu_allocation_totals(call: Callable[[], Any]) -> list[int]:
-    """Return the bytes allocated on the CPU since the start of `call()`, after each allocation and release inside it.
-
-    Obsolete when the CPU allocator counts, as the CUDA one does.
-    """
+    """Return the bytes on the CPU after each allocation and release inside `call()`. Obsolete with counters for it."""
     changes = (change for _, change in _allocations(_profiled(call).memory))
     return list(itertools.accumulate(changes))  # the profiler's own total goes on from one profile to the next
 
 
 def cpu_peaks_within(call: Callable[[], Any], mark: str) -> list[int]:
-    """Return the peak of allocated bytes of each block under `record_function(mark)` inside `call()`.
-
-    Obsolete likewise.
-    """
+    """Return the peak of each block under `record_function(mark)` inside `call()`, in bytes. Obsolete likewise."""
     events = _profiled(call, mark)
     allocations = _allocations(events.memory)
     peaks, position = [], 0

@@ -57,10 +57,7 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor, which a sharding runtime (FSDP2, tensor parallelism) gathers and frees.
-
-    Reads `sys.modules`, as importing torch.distributed.tensor takes long; obsolete when it does not.
-    """
+    """Return whether this is a DTensor. Reads `sys.modules`; obsolete when importing torch.distributed is fast."""
     dtensor = sys.modules.get("torch.distributed.tensor")
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
@@ -101,10 +98,7 @@ class StorageReference:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage while that is alive.
-
-    Relies on `UntypedStorage._cdata`; obsolete with a public identity of storages.
-    """
+    """Return a number that identifies a tensor's storage while that is alive. Relies on `UntypedStorage._cdata`."""
     return tensor.untyped_storage()._cdata
 
 
@@ -192,10 +186,7 @@ def default_device() -> torch.device | None:
 
 
 def default_generator(kind: str, index: int) -> torch.Generator:
-    """Return the generator that ops on a device draw from by default.
-
-    Obsolete when every device module has `default_generators`.
-    """
+    """Return a device's default generator. Obsolete when every device module has `default_generators`."""
     module = torch.get_device_module(kind)
     generators = getattr(module, "default_generators", None)
     return generators[index] if generators else module._get_default_mps_generator()
@@ -208,8 +199,5 @@ def accelerator() -> torch.device | None:
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """Return a number that identifies a generator: dispatch modes get a new Python object for it in each call.
-
-    Relies on `Generator._cdata`; obsolete when generators compare equal.
-    """
+    """Return a number for a generator: modes get a new object for it in each call. Relies on `Generator._cdata`."""
     return generator._cdata

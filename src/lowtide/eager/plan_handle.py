@@ -168,10 +168,7 @@ class AppliedPlan(Applied):
         return patched
 
     def see_inputs(self) -> None:
-        """Patch the model's own forward if the plan keeps everything and patches nothing: larger inputs are then seen.
-
-        For handles from `fit`, which plan again for larger inputs; the hosts call it.
-        """
+        """Patch the model's forward if the plan patches nothing, so that larger inputs are seen. The hosts call it."""
         if not self._regions:
             self._patched("", self.model)
             self.note_on_model()

@@ -307,10 +307,7 @@ def _rebuild_tuple(kind: type, attributes: dict[str, Any], parts: dict[Any, Any]
 
 
 class Fingerprint:
-    """The contents of an object of an unknown class: numbers, containers, and tensors with their versions.
-
-    `still_holds` compares them with the present contents.
-    """
+    """The contents of an object of unknown class: numbers, containers, tensors with versions. To be compared later."""
 
     _MAX_NODES = 10_000
 

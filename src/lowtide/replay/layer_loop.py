@@ -127,10 +127,7 @@ class ActivationCheckpointer:
         self._put(slot, x, cost)
 
     def maybe_save(self, i: int, x: State, *, cost: float | None = None) -> bool:
-        """Keep `x` as the activation of layer `i` if the policy keeps that layer and there is room; return whether.
-
-        If `enabled` is False, nothing is kept.
-        """
+        """Keep `x` as activation of layer `i` if `enabled`, the policy keeps it and there is room; return whether."""
         if not self.enabled:
             return False
         if isinstance(self.policy, Selective):

@@ -176,10 +176,7 @@ class ModuleTree:
         return self.writes.get(slot.habit)
 
     def may_hide_writes(self, slot: Slot | None, tensor: Tensor) -> bool:
-        """Return whether a forward may write a tensor without a new version, as norms write their statistics.
-
-        Also True until a first forward has shown that it does not.
-        """
+        """Return whether a forward may write a tensor without a new version: norms do, and first forwards may."""
         if isinstance(tensor, nn.Parameter):
             return False
         if slot is None:

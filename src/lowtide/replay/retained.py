@@ -66,10 +66,7 @@ Keep = Callable[[Tensor], KeptHere | KeptInStore]
 
 
 class RetainedOps:
-    """The ops of one region whose outputs are retained, and their profiles by the shapes of its inputs.
-
-    `positions` are the positions of ops, counted from the region's first.
-    """
+    """The ops of a region whose outputs are retained, by position in it, and profiles by the shapes of its inputs."""
 
     def __init__(self, name: str, positions: Iterable[int]) -> None:
         self.positions = frozenset(positions)

@@ -87,10 +87,7 @@ def unknown_device(name: object) -> TraceError:
 
 
 def present_device(device: torch.device) -> Hardware:
-    """Return the hardware facts of a device of this machine.
-
-    A CUDA device takes its speeds from the longest table name that its own name contains, else from the A100.
-    """
+    """Return the facts of a device of this machine: of CUDA those of the longest name that matches, else the A100's."""
     if device.type == "cpu":
         cores = os.cpu_count() or 1
         return Hardware("cpu", host_bytes(), 3e10 * cores, 3e10 * cores, 1.5e10)

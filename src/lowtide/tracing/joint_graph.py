@@ -34,10 +34,7 @@ from lowtide.tracing.trace_records import RawOp
 
 
 class ModuleStacks:
-    """Builds the module calls of a forward from the module stacks of its nodes, given in order.
-
-    A node without a stack belongs to the innermost open call.
-    """
+    """Builds module calls from the stacks of nodes, in order; one without belongs to the innermost open call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

@@ -23,10 +23,7 @@ Selector = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 
 
 def find_regions(model: nn.Module, selectors: Selector | Iterable[Selector] | None) -> dict[str, nn.Module]:
-    """Return the layers of a model by name, in the model's order.
-
-    Raises `ValueError`, listing the model's modules, if nothing matches.
-    """
+    """Return a model's layers by name, in its order; a `ValueError` lists its modules if nothing matches."""
     if selectors is None:
         blocks = _repeated_blocks(model)
         if not blocks:

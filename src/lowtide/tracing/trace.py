@@ -65,10 +65,7 @@ from lowtide.units import format_bytes
 
 
 def output_sum_loss(output: Any) -> Tensor:
-    """Return the sum of a model's outputs that need a gradient, or of its scalar ones alone if there are any.
-
-    Scalar outputs are losses that the model computed itself.
-    """
+    """Return the sum of a model's outputs that need a gradient; of its scalar ones alone, its own losses, if any."""
     outputs = [tensor for tensor in tensors_in((output, getattr(output, "loss", None))) if tensor.requires_grad]
     outputs = list({id(tensor): tensor for tensor in outputs}.values())
     scalars = [tensor for tensor in outputs if tensor.ndim == 0]
