@@ -179,6 +179,21 @@ def test_few_traces_are_made(model: Language, floor: int, share: float, monkeypa
     assert len(traces) <= 3
 
 
+def test_what_was_measured_corrects_plans_with_splits_too(model: Language, floor: int) -> None:
+    """As `max_batch` needs it: its graphs are predicted, and it solves again where a step took more than that."""
+    budget, missing_bytes = int(0.8 * floor), floor // 10
+    search = SplitSearch(
+        TracedStep(
+            model, loss_of(model), [(tokens(),)], None, lowtide.trace(model, loss_of(model), tokens(), mode="fake")
+        ),
+        Limits(split=True, time_limit_s=1),
+    )
+    search.correct(missing_bytes)
+    plan = search.solve(budget)
+    assert plan.splits
+    assert simulate(search.graph(plan.splits), plan).peak_bytes + missing_bytes == plan.peak_bytes <= budget
+
+
 def test_logits_that_are_read_are_not_split() -> None:
     torch.manual_seed(0)
     model = Language()

@@ -186,7 +186,7 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
                     tuner.time_all()  # those that hold, in turns
                 handle = tuner.keep()  # the fastest
                 if not is_from_cache and ranks.is_first:
-                    cache.write(handle.plan, search.correction_bytes, handle.candidates)
+                    cache.write(handle.plan, search.splits.correction_bytes, handle.candidates)
             else:
                 say(f"solving for {format_bytes(search.budget_bytes)}")
                 handle = applied(search.solved())
@@ -208,7 +208,7 @@ def _try_candidates(tuner: Tuner, search: PlanSearch, say: Progress) -> None:
 
     Raises `InfeasibleBudgetError` if no candidate holds.
     """
-    search.correct(0)
+    search.splits.correct(0)
     error: InfeasibleBudgetError | None = None
     for number in range(_MAX_ROUNDS):
         say(f"solving for {format_bytes(search.budget_bytes)}")
@@ -222,7 +222,7 @@ def _try_candidates(tuner: Tuner, search: PlanSearch, say: Progress) -> None:
         if not missing_bytes:
             break
         logger.info("a plan takes %s more than predicted: planning again", format_bytes(missing_bytes))
-        search.correct(search.correction_bytes + missing_bytes)
+        search.splits.correct(search.splits.correction_bytes + missing_bytes)
     if error is not None and not tuner.has_one() and search.may_run_smallest():
         tuner.try_all([search.smallest()])  # so that the floor in the error is a measured one
     if not tuner.has_one():
@@ -252,7 +252,7 @@ def _applied(search: PlanSearch, apply: Callable[[nn.Module, Plan], AppliedPlan]
     try:
         split_graph = handle.plan.graph if plan.splits else None
         (first,) = handle.shapes.all
-        arguments, graph = tuple(map(shapes_of, step.examples)), split_graph or search.graph()
+        arguments, graph = tuple(map(shapes_of, step.examples)), split_graph or search.splits.corrected()
         handle.shapes.become([replace(first, inputs=tuple(step.inputs), arguments=arguments, graph=graph)])
         handle.shapes.planner = Planner(
             handle.model,
@@ -260,7 +260,7 @@ def _applied(search: PlanSearch, apply: Callable[[nn.Module, Plan], AppliedPlan]
             step.largest_inputs,
             budget_bytes=search.budget_bytes,
             limits=search.limits,
-            correction_bytes=search.correction_bytes,
+            correction_bytes=search.splits.correction_bytes,
             optimizer=step.optimizer,
             splits=plan.splits,
             ranks=ranks,

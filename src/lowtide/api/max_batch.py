@@ -159,8 +159,8 @@ class _Search:
         """The plan for a batch of `size` samples, or the error that says why there is none."""
         step = self._step(size)
         self.allowed_bytes = step.budget_bytes(self._budget)
-        corrected = replace(step.graph, other_bytes=step.graph.other_bytes + self._excess_bytes)
-        search = SplitSearch(replace(step, graph=corrected), self._limits)
+        search = SplitSearch(step, self._limits)
+        search.correct(self._excess_bytes)
         try:
             # Only the error for one sample is raised; the others need no floor, which takes traces of its own.
             return step.for_model(search.solve(self.allowed_bytes, names_floor=size == 1))

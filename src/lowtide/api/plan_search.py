@@ -1,8 +1,7 @@
 """`PlanSearch`: the plans that `plan` and `fit` consider for one step and budget, the same on all ranks.
 
 They come from the solver, with modules in parts from `SplitSearch`, and from `FitCache`, the file in which `fit`
-remembers the plans that it kept. Where `fit` measures a higher peak than the simulation predicts, `correct` adds the
-difference to the graph, as memory that no plan can avoid.
+remembers the plans that it kept.
 
 Several ranks trace the step together; the lowest solves and reads the cache, and sends its plans to the others.
 """
@@ -25,7 +24,7 @@ from lowtide.distributed.agreement import SentPlan, attached, plan_of_first, sen
 from lowtide.distributed.ranks import current
 from lowtide.eager.replanning import Limits
 from lowtide.errors import InfeasibleBudgetError, LowtideError
-from lowtide.graph.step_graph import Split, StepGraph
+from lowtide.graph.step_graph import Split
 from lowtide.plans.plan_text import Trial
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
@@ -46,8 +45,6 @@ class PlanSearch:
         self.step, self.limits, self.ranks = step, limits, current()
         self.budget_bytes = self.ranks.min(step.budget_bytes(budget), "budget")
         self.splits = SplitSearch(step, limits)
-        self.correction_bytes = 0  # by how much measured peaks were above those of the simulation
-        self._corrected: dict[tuple[Split, ...], StepGraph] = {}
         self._tightest: dict[tuple[Split, ...], Plan] = {}
 
     def solved(self) -> Plan:
@@ -76,16 +73,16 @@ class PlanSearch:
             return [(replace(each, plan=Plan()), sendable(each.plan)) for each in candidates], error
 
         sent, error = self.splits.by_first(made, "candidates")
-        graphs = [self.graph(plan.plan.splits) for _, plan in sent]
+        graphs = [self.splits.corrected(plan.plan.splits) for _, plan in sent]
         pairs = zip(sent, graphs, strict=True)
         return [replace(each, plan=attached(self.ranks, graph, plan)) for (each, plan), graph in pairs], error
 
     def _own_candidates(self) -> tuple[list[ShortlistedPlan], InfeasibleBudgetError | None]:
-        found, error = self.limits.candidates(self.graph(), self.budget_bytes)
+        found, error = self.limits.candidates(self.splits.corrected(), self.budget_bytes)
         fits_plainly = bool(found) and found[0].plan.is_plain and found[0].plan.peak_bytes <= self.budget_bytes
         if not self.limits.split or fits_plainly:
             return found, error
-        plans = self.splits.plans(self.budget_bytes, self.correction_bytes)
+        plans = self.splits.plans(self.budget_bytes)
         found += [ShortlistedPlan(_split_name(each), each, is_essential=True) for each in plans]
         return sorted(found, key=lambda each: each.plan.extra_s), None if plans else error
 
@@ -100,8 +97,8 @@ class PlanSearch:
         if found is None:
             return []
         sent, correction_bytes = found
-        self.correct(correction_bytes)
-        return [ShortlistedPlan(REMEMBERED, attached(self.ranks, self.graph(sent.plan.splits), sent))]
+        self.splits.correct(correction_bytes)
+        return [ShortlistedPlan(REMEMBERED, attached(self.ranks, self.splits.corrected(sent.plan.splits), sent))]
 
     def tightest(self, splits: tuple[Split, ...] = ()) -> Plan:
         """The plan with the smallest peak by the uncorrected graph. The first call for these splits is a collective."""
@@ -126,19 +123,6 @@ class PlanSearch:
         if not (self.ranks.is_alone or self.limits.split):
             return error
         return self.splits.by_first(lambda: self.splits.with_floor(error), "floor with split=True")
-
-    def graph(self, splits: tuple[Split, ...] = ()) -> StepGraph:
-        """The step with these splits, and with the memory that its simulation did not predict."""
-        if splits not in self._corrected:
-            graph = self.splits.graph(splits)
-            other_bytes = graph.other_bytes + self.correction_bytes
-            self._corrected[splits] = replace(graph, other_bytes=other_bytes) if self.correction_bytes else graph
-        return self._corrected[splits]
-
-    def correct(self, num_bytes: int) -> None:
-        """Set by how much measured peaks were above those of the simulation."""
-        self.correction_bytes = num_bytes
-        self._corrected.clear()
 
 
 def _split_name(plan: Plan) -> str:

@@ -86,8 +86,10 @@ class SplitSearch:
         self.limits = limits
         self._ranks, self._is_asking = current(), False
         self._by_path = dict(step.model.named_modules(remove_duplicate=False))
+        self.correction_bytes = 0  # by how much measured peaks were above those of the simulation
         self._peaks: dict[Splits, int] = {}
         self._graphs: dict[Splits, StepGraph] = {(): step.graph}
+        self._corrected: dict[Splits, StepGraph] = {}
 
     def by_first(self, make: Callable[[], T], about: str) -> T:
         """The result of `make`, which runs on the lowest rank; the others run the traces that it asks for.
@@ -124,7 +126,7 @@ class SplitSearch:
         found: list[Plan] = []
         error: InfeasibleBudgetError | None = None
         try:
-            found.append(self.limits.solve(self._plain, allowed))
+            found.append(self.limits.solve(self.corrected(), allowed))
         except InfeasibleBudgetError as raised:
             error = raised
         if self.limits.split and not (found and found[0].is_plain):
@@ -148,14 +150,12 @@ class SplitSearch:
         text = "\n".join([f"{head}; {format_bytes(floor)} with split=True", *rest])
         return InfeasibleBudgetError(text, floor if self.limits.split else error.floor_bytes)
 
-    def plans(self, budget_bytes: int, correction_bytes: int = 0) -> list[Plan]:
-        """Plans with splits that fit, the fastest predicted first. `correction_bytes` are added to predicted peaks."""
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """Plans with splits that fit, the fastest predicted first."""
         found: list[Plan] = []
-        for splits in self._chosen(budget_bytes - correction_bytes):
-            graph = self.graph(splits)
-            graph = replace(graph, other_bytes=graph.other_bytes + correction_bytes)
+        for splits in self._chosen(budget_bytes - self.correction_bytes):
             with suppress(InfeasibleBudgetError):
-                found.append(self.predicted(self.limits.solve(graph, budget_bytes)))
+                found.append(self.predicted(self.limits.solve(self.corrected(splits), budget_bytes)))
         return sorted(found, key=lambda plan: (plan.extra_s, plan.peak_bytes))
 
     def predicted(self, plan: Plan) -> Plan:
@@ -194,6 +194,19 @@ class SplitSearch:
         if splits not in self._graphs:
             self._add(splits, self._record(splits)[0])
         return self._graphs[splits]
+
+    def corrected(self, splits: Splits = ()) -> StepGraph:
+        """`graph(splits)` with the memory that its simulation did not predict."""
+        if splits not in self._corrected:
+            graph = self.graph(splits)
+            other_bytes = graph.other_bytes + self.correction_bytes
+            self._corrected[splits] = replace(graph, other_bytes=other_bytes) if self.correction_bytes else graph
+        return self._corrected[splits]
+
+    def correct(self, num_bytes: int) -> None:
+        """Set by how much measured peaks were above those of the simulation."""
+        self.correction_bytes = num_bytes
+        self._corrected.clear()
 
     def _record(self, splits: Splits) -> tuple[StepGraph, list[SplitForward], dict[str, _TokenInput]]:
         """The step with these splits, their runners, and the inputs of modules. All ranks trace it together."""
