@@ -152,7 +152,7 @@ def fitted(way: str) -> dict[str, Any]:
     assert graph is not None
     model.zero_grad()
     real = RealSteps(TracedStep(model, loss_of(model), [(batch_for(way),)], optimizer, graph))
-    more = [real.measured(is_timed=False)[0] for _ in range(6)]
+    more = [real.measured()[0] for _ in range(6)]
     return {
         "same": all(map(same, expected, found)),
         "more peaks": more,

@@ -26,9 +26,7 @@ from lowtide import _compat
 from lowtide.compiled.backend import (
     SESSIONS,
     SessionCall,
-    check_on_over,
     check_options,
-    inductor_compiler,
     shared_backend,
     watch_sessions,
 )
@@ -49,7 +47,7 @@ from lowtide.tracing.devices import present_device, trace_device
 from lowtide.tracing.joint_graph import joint_step, node_costs
 from lowtide.tracing.model_blocks import find_regions, is_block
 from lowtide.tracing.untraced_memory import plain_optimizer
-from lowtide.units import check_bytes, parse_bytes
+from lowtide.units import parse_bytes
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, CompiledHandle] = weakref.WeakKeyDictionary()
 
@@ -85,9 +83,8 @@ def compile(
     """
     given, model = model, checks.module(model)
     _refuse_planned(model)
-    check_bytes(budget)  # raise for a malformed budget now, not in the first forward
-    check_options({} if options is None else options, own=())
-    check_on_over(on_over)
+    options = {} if options is None else options
+    check_options(options, own=())
     for name, switch in (("regional", regional), ("dynamic", dynamic), ("fullgraph", fullgraph), ("split", split)):
         if not (isinstance(switch, bool) or (switch is None and name in ("regional", "dynamic"))):
             raise TypeError(f"{name} is True or False, not {switch!r:.80}")
@@ -97,7 +94,7 @@ def compile(
     buckets = bucket_bytes([module for module in given.modules() if isinstance(module, DistributedDataParallel)])
     chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + buckets)
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
-    backend = shared_backend(inductor_compiler(options or {}, mode, dynamic), (options or {}, mode, dynamic))
+    backend = shared_backend(options, mode, dynamic)
     if model in _by_model:
         _by_model.pop(model).remove()
     for other in list(_by_model.values()):

@@ -206,13 +206,11 @@ class RealSteps:
     def __init__(self, step: TracedStep) -> None:
         self._step, self.model, self.graph, self._device = step, step.model, step.graph, step.device
 
-    def measured(self, *, is_timed: bool = True) -> tuple[int, float]:
-        """The highest whole-step peak of all examples, and the seconds of the traced one (0 unless `is_timed`)."""
-        found = [
-            self._measured(example, is_timed=is_timed and index == self._step.index)
-            for index, example in enumerate(self._step.examples)
-        ]
-        return max(peak_bytes for peak_bytes, _ in found), sum(seconds for _, seconds in found)
+    def measured(self) -> tuple[int, float]:
+        """The highest whole-step peak of all examples, and the seconds of the traced one."""
+        traced = self._step.index
+        found = [self._measured(each, is_timed=n == traced) for n, each in enumerate(self._step.examples)]
+        return max(peak_bytes for peak_bytes, _ in found), found[traced][1]
 
     def run(self) -> None:
         """Run each example once."""

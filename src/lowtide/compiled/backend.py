@@ -31,7 +31,7 @@ from lowtide.compiled.session import Session
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.errors import LowtideError
 from lowtide.tracing.untraced_memory import plain_optimizer
-from lowtide.units import check_bytes, check_seconds
+from lowtide.units import check_seconds
 
 _OWN_OPTIONS = ("budget", "optimizer", "mode", "time_limit_s", "on_over")
 _ARGUMENTS = (*_OWN_OPTIONS, "host", "split", "regional")  # of `lowtide.compile`, or of the backend
@@ -65,24 +65,15 @@ def _session_of(options: Mapping[str, Any] | None) -> Session:
         )
     session = _by_options.get(id(options))
     if session is None:
-        check_bytes(options["budget"])
         check_options(options, own=_OWN_OPTIONS)
         time_limit_s = options.get("time_limit_s", 10.0)
         check_seconds(time_limit_s, "time_limit_s")
         chooser = VariantChooser(plain_optimizer(options.get("optimizer")), time_limit_s=time_limit_s)
-        on_over = options.get("on_over", "raise")
-        check_on_over(on_over)
-        session = Session(options["budget"], chooser=chooser, on_over=on_over)
+        session = Session(options["budget"], chooser=chooser, on_over=options.get("on_over", "raise"))
         session.options = options
         _by_options[id(options)] = session
         watch_sessions(session)
     return session
-
-
-def check_on_over(on_over: object) -> None:
-    """Raise unless `on_over` says what happens when a step is over its budget."""
-    if on_over not in ("raise", "warn"):
-        raise ValueError(f"on_over is 'raise' or 'warn', not {on_over!r:.80}")
 
 
 def _check_mapping(options: object) -> None:
@@ -201,10 +192,9 @@ class SessionCall:
 _backends: dict[Hashable, Callable[..., Any]] = {}
 
 
-def shared_backend(
-    compiler: Callable[..., Any], settings: tuple[Mapping[str, Any], str | None, bool | None]
-) -> Callable[..., Any]:
-    """The Dynamo backend of all models that are compiled with equal settings: inductor's options, mode and dynamic."""
+def shared_backend(options: Mapping[str, Any], mode: str | None, dynamic: bool | None) -> Callable[..., Any]:
+    """The Dynamo backend of all models that are compiled with equal settings. `options` are inductor's."""
+    compiler = inductor_compiler(options, mode, dynamic)
 
     def backend(module: Any, inputs: list[Any]) -> Any:
         graph = PlannedGraph(current_session, module, inputs, compiler)
@@ -212,9 +202,8 @@ def shared_backend(
             _stopped.pop(function, None)
         return graph
 
-    options, *others = settings
     try:
-        return _backends.setdefault((frozenset(options.items()), *others), backend)
+        return _backends.setdefault((frozenset(options.items()), mode, dynamic), backend)
     except TypeError:  # an option that cannot be hashed
         return backend
 

@@ -38,7 +38,7 @@ from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.tracing.devices import present_device
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import check_bytes, format_bytes, parse_bytes
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
@@ -72,6 +72,9 @@ class Session:
         on_over: str = "raise",
         meter_of: Callable[[torch.device], StepMeter | None] | None = None,
     ) -> None:
+        check_bytes(budget)  # now, not in the first forward
+        if on_over not in ("raise", "warn"):
+            raise ValueError(f"on_over is 'raise' or 'warn', not {on_over!r:.80}")
         self.options: Any = None  # those of torch.compile, kept alive as the key of this session
         self.handle: Any = None  # of a model compiled by the backend, made when it is asked for
         self.budget = budget
