@@ -17,8 +17,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     had_tracker = _compat.random_tracker() is not None
     ranks = ranks_of(request.group)
-    with Progress() as say, deciding_with(ranks), checks.old_objects_frozen(), ExitStack() as undo:
+    with _progress() as say, deciding_with(ranks), checks.old_objects_frozen(), ExitStack() as undo:
         with ranks.together("fit"):
             say("tracing the step")
             step = trace_largest(model, request.loss_fn, request.examples, request.optimizer)
@@ -178,15 +178,7 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
             if ranks.all(request.verify and can_measure(step.device), "whether peaks can be measured"):
                 tuner = Tuner(applied, RealSteps(step), search.budget_bytes, request.tune_s, say, ranks)
                 undo.callback(tuner.remove_plan)
-                cache = FitCache(request.cache, search.splits, search.budget_bytes)
-                tuner.try_all(search.cached(cache))
-                is_from_cache = tuner.has_one()
-                if not is_from_cache:
-                    _try_candidates(tuner, search, say)  # solve, apply, measure; again where a prediction was wrong
-                    tuner.time_all()  # those that hold, in turns
-                handle = tuner.keep()  # the fastest
-                if not is_from_cache and ranks.is_first:
-                    cache.write(handle.plan, search.splits.correction_bytes, handle.candidates)
+                handle = _fastest(tuner, search, FitCache(request.cache, search.splits, search.budget_bytes), say)
             else:
                 say(f"solving for {format_bytes(search.budget_bytes)}")
                 handle = applied(search.solved())
@@ -198,12 +190,25 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
             static_bytes = sum(size for kind, size in step.graph.static_bytes.items() if kind != "gradients")
             states_bytes = step.graph.optimizer_state_bytes
             handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes)
-            log_fitted(handle, search.budget_bytes)
+            _log_fitted(handle, search.budget_bytes)
         undo.pop_all()  # nothing has failed, on any rank
     return handle
 
 
-def _try_candidates(tuner: Tuner, search: PlanSearch, say: Progress) -> None:
+def _fastest(tuner: Tuner, search: PlanSearch, cache: FitCache, say: Callable[[str], None]) -> AppliedPlan:
+    """The handle of the plan in the cache if its measured peak holds, else of the fastest candidate that does."""
+    tuner.try_all(search.cached(cache))
+    if tuner.has_one():
+        return tuner.keep()
+    _try_candidates(tuner, search, say)
+    tuner.time_all()
+    handle = tuner.keep()
+    if search.ranks.is_first:
+        cache.write(handle.plan, search.splits.correction_bytes, handle.candidates)
+    return handle
+
+
+def _try_candidates(tuner: Tuner, search: PlanSearch, say: Callable[[str], None]) -> None:
     """Measure candidates, and solve again with corrected memory until the solver's own plan holds.
 
     Raises `InfeasibleBudgetError` if no candidate holds.
@@ -342,42 +347,41 @@ def _examples(args: tuple[Any, ...], more_batches: Sequence[tuple[Any, ...]]) ->
     return [args, *more_batches]
 
 
-_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
-_ALWAYS_LOGGED = ("keep", "recompute", "host")
-
-
-class Progress:
-    """Reports the stage that `fit` is in. As a context manager it clears its line on the terminal at the end.
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that reports the stage that `fit` is in; at the end its line on the terminal is cleared.
 
     If the logger "lowtide" logs INFO, each stage is a log line. Otherwise, if stderr is a terminal, each stage
     overwrites the one before; a logger level above WARNING silences that too. A replaced `sys.stderr` (a notebook, a
     progress bar, a test) is not written to.
     """
+    is_on_terminal = False
 
-    def __init__(self) -> None:
-        self._is_on_terminal = False
-
-    def __call__(self, stage: str) -> None:
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("%s", stage)
-        elif logger.isEnabledFor(logging.WARNING) and sys.stderr is sys.__stderr__:
-            self._write(f"lowtide: {stage} ")
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._is_on_terminal:
-            self._write("")
-
-    def _write(self, text: str) -> None:
+    def write(text: str) -> None:
+        nonlocal is_on_terminal
         if sys.stderr is not None and sys.stderr.isatty():
-            self._is_on_terminal = True
+            is_on_terminal = True
             sys.stderr.write(f"\r\x1b[2K{text}")
             sys.stderr.flush()
 
+    def say(stage: str) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", stage)
+        elif logger.isEnabledFor(logging.WARNING) and sys.stderr is sys.__stderr__:
+            write(f"lowtide: {stage} ")
 
-def log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
+    try:
+        yield say
+    finally:
+        if is_on_terminal:
+            write("")
+
+
+_ACTIONS = {"keep": "kept", "recompute": "recomputed", "host": "offloaded", "disk": "offloaded to disk"}
+_ALWAYS_LOGGED = ("keep", "recompute", "host")
+
+
+def _log_fitted(handle: AppliedPlan, budget_bytes: int) -> None:
     """Log one line on the plan that was kept, and a table of the candidates if there were several."""
     plan, peak, slowdown = handle.plan, handle.measured_peak_bytes, handle.measured_slowdown
     sizes = {action: size for action, size in plan.bytes_by_action().items() if size or action in _ALWAYS_LOGGED}

@@ -17,7 +17,8 @@ them; ops on logits are few and do not change.)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ _KNOWN = frozenset(
 )
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]  # a function and its arguments
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Any, Any, Any], Any]  # called with them
 
 
 class LazyLogits(Tensor):
@@ -116,7 +117,7 @@ class LazyLogits(Tensor):
             if lazy._known is None:
                 return f"LazyLogits(shape={tuple(lazy.row_layout.shape)}, dtype={lazy.probe.dtype}, not computed)"
         args, kwargs = _swapped((args, kwargs), _known_values)
-        if any(True for _ in lazies_in((args, kwargs))):
+        if lazies_in((args, kwargs)):
             if name == "register_hook" and _compat.is_before_backward_of_fsdp(args[1]):
                 # The root of a sharded model: its parameters are there, and it only needs to know of the backward.
                 handles = [each.register_hook(args[1]) for each in first_in_backward(args[0]) if each.requires_grad]
@@ -155,24 +156,20 @@ class _Recipe:
         not see it again in its replay, where the values exist.
         """
         hooks = _compat.current_hooks()
-        if hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0]):
-            return self._computed(why, anew=anew)
-        with hidden_saves():
-            return self._computed(why, anew=anew)
-
-    def _computed(self, why: str, *, anew: bool) -> Tensor:
-        self._chain.check_unchanged()
-        if self._call is None:
-            assert self._chain.head is not None
-            return self._chain.head.whole()
+        are_own = hooks is None or (self._hooks is not None and hooks[0] is self._hooks[0])
 
         def values(lazy: LazyLogits) -> Tensor:
             return lazy._recipe.run(why, anew=True) if anew else lazy.computed(why)
 
-        function, args, kwargs = self._call
-        args, kwargs = _swapped((args, kwargs), values)
-        with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
-            return function(*args, **kwargs)  # type: ignore[no-any-return]
+        with nullcontext() if are_own else hidden_saves():
+            self._chain.check_unchanged()
+            if self._call is None:
+                assert self._chain.head is not None
+                return self._chain.head.whole()
+            function, args, kwargs = self._call
+            args, kwargs = _swapped((args, kwargs), values)
+            with torch.set_grad_enabled(self._grad), autocast_as(self._autocast):
+                return function(*args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _Revealed(torch.autograd.Function):
@@ -216,9 +213,9 @@ def first_in_backward(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def lazies_in(tree: Any) -> Iterator[LazyLogits]:
+def lazies_in(tree: Any) -> list[LazyLogits]:
     """The lazy tensors in nested arguments."""
-    return (tensor for tensor in tensors_in(tree) if isinstance(tensor, LazyLogits))
+    return [tensor for tensor in tensors_in(tree) if isinstance(tensor, LazyLogits)]
 
 
 def _swapped(tree: Any, function: Callable[[LazyLogits], Tensor]) -> Any:
@@ -250,6 +247,5 @@ def _compute_all(args: Any, kwargs: Any, why: str) -> None:
     for lazy in lazies_in((args, kwargs)):
         for head in lazy.chain.heads:
             for reference in head.members:
-                member = reference()
-                if member is not None:
+                if (member := reference()) is not None:
                     member.computed(why)

@@ -30,7 +30,6 @@ _POINTWISE = (
     "add sub subtract mul multiply div divide true_divide pow rsub __rsub__ __rdiv__ __rtruediv__ __rpow__ "
     "where masked_fill maximum minimum xlogy"
 ).split()
-_CASTS = "to type".split()
 
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
@@ -98,10 +97,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(lazy.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
-_NEW = "new_empty new_full new_ones new_tensor new_zeros".split()
-
-
-@_handles(*_NEW)
+@_handles("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
     lazy, *rest = args
     return func(lazy.probe, *rest, **kwargs) if _is_lazy_alone(lazy, (rest, kwargs)) else NotImplemented
@@ -132,7 +128,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     return _applied(func, args, kwargs, (func, args, kwargs))
 
 
-@_handles(*_CASTS)
+@_handles("to", "type")
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     lazy, *rest = args
     device, dtype = lazy.probe.device, None
@@ -162,7 +158,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> Any:
 @_handles("softmax", "log_softmax")
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
     lazy, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not isinstance(lazy, LazyLogits) or not _is_vocab(lazy, dim) or not _are_numbers(args[2:]):
+    others = args[2:]  # `_stacklevel` of torch.nn.functional
+    if not isinstance(lazy, LazyLogits) or not _is_vocab(lazy, dim) or not all(isinstance(n, int) for n in others):
         return NotImplemented
     row_function = torch.softmax if func.__name__ == "softmax" else torch.log_softmax
     return _applied(
@@ -188,7 +185,7 @@ def _in_chain(tree: Any) -> tuple[RowLayout, Any, bool] | None:
 
     None if the tensors among them do not fit together.
     """
-    lazies = list(lazies_in(tree))
+    lazies = lazies_in(tree)
     layout = lazies[0].row_layout
     for other in lazies[1:]:
         if other.row_layout.shape != layout.shape or other.row_layout.order != layout.order:
@@ -228,12 +225,8 @@ def _named(names: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names.split(), args, strict=False)), **kwargs}
 
 
-def _are_numbers(items: Any) -> bool:
-    return all(isinstance(each, int) for each in items)  # `_stacklevel` of torch.nn.functional
-
-
 def _is_lazy_alone(lazy: Any, rest: Any) -> bool:
-    return isinstance(lazy, LazyLogits) and not any(True for _ in lazies_in(rest))
+    return isinstance(lazy, LazyLogits) and not lazies_in(rest)
 
 
 def _is_vocab(lazy: LazyLogits, dim: Any) -> bool:

@@ -157,11 +157,7 @@ def autocast_as(wanted: Autocast) -> AbstractContextManager[Any]:
 
 def hidden_saves() -> AbstractContextManager[Any]:
     """A context whose saved tensors are not seen by hooks around it, such as those of a checkpoint."""
-    return saved_tensors_hooks(_same, _same)
-
-
-def _same(value: Any) -> Any:
-    return value
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class StridedMap(NamedTuple):

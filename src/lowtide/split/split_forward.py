@@ -116,15 +116,12 @@ def why_not_head(module: nn.Module, model: nn.Module) -> str:
 
 
 def check_splits(model: nn.Module, splits: Sequence[Split]) -> dict[str, nn.Module]:
-    """The modules that are to be split, by path. Raises `PlanError` if the model has no such module."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    """The modules that are to be split, by path. Raises `PlanError` if one cannot be; the model has all of them."""
+    modules = {split.path: model.get_submodule(split.path) for split in splits}
     for split in splits:
-        if split.path not in modules:
-            raise PlanError(f"the plan splits {split.path!r}, and this model has no such module: it is for another")
-        why = why_not_head(modules[split.path], model) if split.kind == "loss" else ""
-        if why:
+        if split.kind == "loss" and (why := why_not_head(modules[split.path], model)):
             raise PlanError(f"the plan splits {split.path} as the layer before the loss, and {why}")
-    return {split.path: modules[split.path] for split in splits}
+    return modules
 
 
 @contextlib.contextmanager
