@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from reporting import NUM_IN_A_ROW, Page, device_name, options_of, versions
 from torch import Tensor, nn
-from ways import Way, in_turns
+from ways import TORCH, Way, in_turns
 
 import lowtide
 
@@ -45,10 +44,6 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def torch_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-
-
 def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
 
@@ -73,7 +68,7 @@ def rows_of(case: str, device: str, rounds: int) -> Iterator[str]:
     x = torch.randn(batch, tokens, width, device=device, dtype=dtype, requires_grad=True)
     ms: list[dict[str, float]] = []
     for step in (train, infer):
-        runs = {"plain": plain, "torch": torch_checkpoint, "lowtide": lowtide.checkpoint}
+        runs = {"plain": plain, "torch": TORCH, "lowtide": lowtide.checkpoint}
         ways = {name: Way(functools.partial(step, run, blocks, x)) for name, run in runs.items()}
         times = in_turns(ways, device, rounds, num_warm=3)
         ms.append({name: 1e3 * statistics.median(seconds) for name, seconds in times.items()})

@@ -32,7 +32,7 @@ from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, o
 from sharing import TURN
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from ways import Way, cost_of, in_turns
+from ways import Way, cost_of, in_turns, peak_of, step
 
 import lowtide
 from lowtide.compiled.compiled_handle import describe
@@ -139,23 +139,6 @@ def now() -> float:
     return time.monotonic() - TURN.waited_s
 
 
-def step(job: zoo.Job) -> None:
-    job.step()
-    job.model.zero_grad(set_to_none=True)
-
-
-def peak_of(contestant: Regional, device: str) -> int:
-    job = contestant.job
-    with contestant:
-        step(job)
-        if device == "cpu":
-            held = sum(each.nbytes for each in (*job.model.parameters(), *job.model.buffers(), *job.batch))
-            return held + lowtide.measure(lambda: step(job), device="cpu").peak_bytes
-        torch.cuda.reset_peak_memory_stats()
-        step(job)
-        return torch.cuda.max_memory_allocated()
-
-
 @dataclass(frozen=True)
 class Peer:
     """One of torch's ways to compile the blocks, and its measurements."""
@@ -209,7 +192,7 @@ def _compare_ours(
         if each.is_settled:
             ours.append((target, each, settled_s))
         else:  # its next steps would still compile
-            peak = peak_of(each, options.device) / GIB
+            peak = peak_of(job, options.device, each.way().context) / GIB
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: not settled in {settled_s:.0f} s, {peak:.3f}", "")
     ways = {peer.label: peer.contestant.way() for peer in peers}
     ways |= {f"ours, {target.label}": each.way() for target, each, _ in ours}
@@ -228,7 +211,9 @@ def _compare_ours(
     for target, contestant, settled_s in ours:
         _, theirs = cost_of(times, target.peer.label, PLAIN)
         found = cost_of(times, f"ours, {target.label}", PLAIN)
-        page.add(_row(target, theirs, *found, peak_of(contestant, options.device), settled_s, contestant))
+        page.add(
+            _row(target, theirs, *found, peak_of(job, options.device, contestant.way().context), settled_s, contestant)
+        )
 
 
 def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list[str]]:
@@ -242,7 +227,7 @@ def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list
             alike.append(f"{label}: no time left.")
             continue
         try:
-            settled_s, peak = contestant.settle(deadline), peak_of(contestant, device)
+            settled_s, peak = contestant.settle(deadline), peak_of(job, device, contestant.way().context)
         except Exception as error:
             if not found:
                 raise  # nothing to compare with

@@ -29,7 +29,18 @@ import torch
 from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, median_over, options_of, versions
 from rows import Row
 from sharing import TURN, Stages, one_trace
-from ways import Way, checkpointed, cost_of, host_and_device_s, in_turns, peak_of, selective, step, switched_on
+from ways import (
+    CLOCKS,
+    Way,
+    checkpointed,
+    cost_of,
+    host_and_device_s,
+    in_turns,
+    peak_of,
+    selective,
+    step,
+    switched_on,
+)
 from zoo import Job
 
 import lowtide
@@ -43,7 +54,6 @@ _HARD_LIMIT = 1.5  # times `--limit-s`, after which no further budget is begun: 
 BEATEN = 0.8  # of the time of a way; those that another way beats by as much take no turns
 # Regions learn from the first two steps under a plan, which is applied anew in each turn.
 NUM_WARM = 2
-CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}  # of the thread, so that other processes do not count
 
 
 def torch_ways(job: Job) -> dict[str, Way]:

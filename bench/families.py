@@ -148,19 +148,6 @@ def llama(size: Size) -> Job:
     return _language(model, size, "model.layers.*")
 
 
-class LowRank(nn.Module):
-    """A frozen linear layer plus a trained product of low rank, as in LoRA."""
-
-    def __init__(self, frozen: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.down = nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, frozen.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
-
-
 @family(device=Size(16, 2048, 4, 2048), cpu=Size(6, 128, 2, 128))
 def lora(size: Size) -> Job:
     """Rank 16 on every linear layer in the blocks of a frozen Llama."""
@@ -170,7 +157,7 @@ def lora(size: Size) -> Job:
         for parent in list(job.model.get_submodule(block).modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
-                    setattr(parent, name, LowRank(child, 16))
+                    setattr(parent, name, zoo.LoRALinear(child, rank=16))
     return job
 
 

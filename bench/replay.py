@@ -12,14 +12,13 @@ import contextlib
 import functools
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import families
 import torch
 from reporting import NUM_IN_A_ROW, Page, device_name, options_of, versions
-from ways import Way, checkpointed, host_and_device_s, in_turns, step
+from ways import CLOCKS, Way, checkpointed, host_and_device_s, in_turns, step
 from zoo import Job
 
 import lowtide
@@ -53,8 +52,7 @@ def ways_of(job: Job) -> dict[str, Way]:
 
 def seconds_of(job: Job, device: str, rounds: int) -> dict[str, float]:
     """Seconds of a step under each way: by how much it takes longer than the plain steps before it, in the median."""
-    clock = time.perf_counter if device == "cuda" else time.thread_time
-    times = in_turns(ways_of(job), device, rounds, num_warm=2, clock=clock)
+    times = in_turns(ways_of(job), device, rounds, num_warm=2, clock=CLOCKS[device])
     plain = statistics.median(times["plain"])
     return {
         name: plain + statistics.median(ours - before for ours, before in zip(own, times["plain"], strict=True))

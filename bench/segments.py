@@ -22,7 +22,7 @@ from reporting import Page, device_name, options_of, versions
 from sharing import TURN, Stages, one_trace, trace_once
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from ways import Way, cost_of, in_turns
+from ways import CLOCKS, Way, cost_of, in_turns
 from zoo import Block as TransformerBlock
 
 import lowtide
@@ -173,9 +173,8 @@ def rows_of(name: str, device: str, rounds: int) -> Iterator[str]:
     for peer, (plan, _) in fits.items():
         ways |= {peer: peers[peer][1]} if peer in peers else {}
         ways[f"ours, {peer}"] = functools.partial(lowtide.apply, chain, plan)
-    clock = time.perf_counter if device == "cuda" else time.thread_time
     run = functools.partial(step, chain, x)
-    times = in_turns({each: Way(run, way) for each, way in ways.items()}, device, rounds, clock=clock)
+    times = in_turns({each: Way(run, way) for each, way in ways.items()}, device, rounds, clock=CLOCKS[device])
     for peer, (plan, kept) in fits.items():
         peak, slower = "", ""
         if peer in peers:

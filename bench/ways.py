@@ -20,6 +20,7 @@ import lowtide
 from lowtide.tracing.model_blocks import find_regions
 
 TORCH = functools.partial(checkpoint, use_reentrant=False)
+CLOCKS = {"cuda": time.perf_counter, "cpu": time.thread_time}  # of the thread, so that other processes do not count
 PRODUCTS = ("mm", "addmm", "bmm", "attention", "convolution", "linear")
 
 
