@@ -83,18 +83,15 @@ def fit_pipeline(
 
     Raises `InfeasibleBudgetError` on all ranks if a stage has no plan that holds its budget; no stage has a plan then.
     """
-    fitting: _PipelineFit | None = None
-    with deciding_with(ranks_of(group)) as ranks:
-        try:
-            with ranks.together("arguments of fit_pipeline"):  # before a step, in which ranks wait for each other
-                check_bytes(budget)
-                fitting = _PipelineFit(schedule, run, budget, optimizer, time_limit_s, ranks)
-            with ranks.together("fit_pipeline"):
-                return fitting.fitted()
-        except BaseException:
-            if fitting is not None:
-                fitting.remove_plans()
-            raise
+    with deciding_with(ranks_of(group)) as ranks, contextlib.ExitStack() as undo:
+        with ranks.together("arguments of fit_pipeline"):  # before a step, in which ranks wait for each other
+            check_bytes(budget)
+            fitting = _PipelineFit(schedule, run, budget, optimizer, time_limit_s, ranks)
+        undo.callback(fitting.remove_plans)
+        with ranks.together("fit_pipeline"):
+            handle = fitting.fitted()
+        undo.pop_all()  # nothing has failed, on any rank
+    return handle
 
 
 class _Stage:

@@ -99,7 +99,7 @@ class Session:
         self._size = StepSize()  # of the present step, as far as it has run
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
-        self._has_warned_of_budget = self._has_warned_of_indices = self._has_warned_of_backward = False
+        self._warned: set[str] = set()
 
     # Called by PlannedGraph.
 
@@ -318,33 +318,33 @@ class Session:
         if self.on_over == "raise" and (self._ranks.is_alone or self._ranks.is_open):
             self.release()
             raise InfeasibleBudgetError(message, over.floor_bytes)
-        if not self._has_warned_of_budget:
-            self._has_warned_of_budget = True
-            why = "on_over='warn'" if self.on_over == "warn" else "other ranks, which have settled, cannot be told"
-            warnings.warn(f"{message} The step goes on with that peak ({why}).", stacklevel=2)
+        why = "on_over='warn'" if self.on_over == "warn" else "other ranks, which have settled, cannot be told"
+        self._warn_once("budget", f"{message} The step goes on with that peak ({why}).")
 
     def _warn_of_replayed_indices(self, sequence: CallSequence) -> None:
         """Warn once, when a choice that computes indices again is kept."""
         is_kept = sequence.choice.replays_indices and (sequence.is_settled or self._meter is None)
-        if is_kept and sequence.over is None and not self._has_warned_of_indices:
-            self._has_warned_of_indices = True
-            message = replayed_indices_warning(self.instances_of(sequence), sequence.choice, self.budget_bytes)
-            warnings.warn(message, stacklevel=2)
+        if is_kept and sequence.over is None:
+            instances = self.instances_of(sequence)
+            self._warn_once("indices", replayed_indices_warning(instances, sequence.choice, self.budget_bytes))
 
     def _warn_of_unseen_backward(self) -> None:
         """Warn once, when a step ran a backward that its meter does not see."""
-        unseen = self._measurement.unseen_backward
-        if unseen is None or self._has_warned_of_backward:
+        if self._measurement.unseen_backward is None:
             return
-        self._has_warned_of_backward = True
-        path, kind = unseen
-        warnings.warn(
+        path, kind = self._measurement.unseen_backward
+        self._warn_once(
+            "backward",
             f"a backward ran through {path or 'the model'}{kind and f' ({kind})'} after the first backward of its step "
             "had returned. On the CPU only the first one is measured: the peak of such steps is predicted, as if they "
             f"had one, and may exceed the budget of {format_bytes(self.budget_bytes)}. Run one backward after each "
             "forward: add losses up, (first + second).backward(), or run the forward again for the second.",
-            stacklevel=2,
         )
+
+    def _warn_once(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warnings.warn(message, stacklevel=3)
 
     # Read by the handle.
 

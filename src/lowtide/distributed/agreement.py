@@ -121,58 +121,47 @@ def sendable(plan: Plan) -> SentPlan:
 
 def attached(ranks: Ranks, graph: StepGraph, sent: SentPlan) -> Plan:
     """A received plan with this rank's graph. Raises on all ranks if the graph of one has no such calls."""
-    located = _Located(graph, sent)
     with ranks.together("check of the plan"):
         try:
-            located.locate()
+            found, not_here = _located(graph, sent)
         except PlanError as error:
             raise PlanError(
                 f"the plan of the lowest rank does not fit the step of rank {ranks.rank}: {error}. All ranks must run "
                 "the same modules in the same order."
             ) from error
+    plan = sent.plan
     if any(sent.retained):
-        located.forget(set().union(*ranks.gathered(located.not_here, "outputs that cannot be retained")))
-    return located.plan()
+        nowhere = set().union(*ranks.gathered(not_here, "outputs that cannot be retained"))
+        found = [{name: at for name, at in each.items() if name not in nowhere} for each in found]
+        keeps = [tuple(sorted(each.values())) for each in found]
+        regions = tuple(replace(region, keep_ops=ops) for region, ops in zip(plan.regions, keeps, strict=True))
+        positions = {name: at for each in found for name, at in each.items()}
+        moves = (replace(move, op=positions[name]) for name, move in sent.moved if name in positions)
+        plan = replace(plan, regions=regions, moves=(*plan.moves, *moves))
+    return replace(plan, graph=graph, fingerprint=graph.fingerprint)
 
 
-class _Located:
-    """A received plan, and where the ops that it retains are in the graph of this rank."""
+def _located(graph: StepGraph, sent: SentPlan) -> tuple[list[dict[OpName, int]], set[OpName]]:
+    """For each region, where the ops that it retains are in this graph, counted from its first op.
 
-    def __init__(self, graph: StepGraph, sent: SentPlan) -> None:
-        self._graph, self._sent = graph, sent
-        self._positions: list[dict[OpName, int]] = []  # for each region, counted from its first op
-        self.not_here: set[OpName] = set()  # ops that do not run in their region here, or whose outputs it cannot keep
-
-    def locate(self) -> None:
-        calls, graph = self._sent.plan.calls(self._graph), self._sent.plan.segmented(self._graph)
-        if not any(self._sent.retained):
-            return
-        numbers = {name: number for number, name in enumerate(op_names(self._graph))}
-        for call, retained in zip(calls, self._sent.retained, strict=True):
-            first, end = graph.calls[call].first, graph.calls[call].end
-            found = {name: numbers.get(name, -1) for name in retained}
-            self._positions.append({name: at - first for name, at in found.items() if first <= at < end})
-            self.not_here.update(name for name in retained if name not in self._positions[-1])
-        kept = {call: tuple(found.values()) for call, found in zip(calls, self._positions, strict=True)}
-        missing = graph.retainable.missing(kept)
-        for call, found in zip(calls, self._positions, strict=True):
-            self.not_here.update(name for name, at in found.items() if at in missing.get(call, ()))
-
-    def forget(self, names: set[OpName]) -> None:
-        """Retain no outputs of these ops."""
-        self._positions = [{name: at for name, at in found.items() if name not in names} for found in self._positions]
-
-    def plan(self) -> Plan:
-        plan = self._sent.plan
-        if self._positions:
-            regions = tuple(
-                replace(region, keep_ops=tuple(sorted(found.values())))
-                for region, found in zip(plan.regions, self._positions, strict=True)
-            )
-            at = {name: position for found in self._positions for name, position in found.items()}
-            moves = (replace(move, op=at[name]) for name, move in self._sent.moved if name in at)
-            plan = replace(plan, regions=regions, moves=(*plan.moves, *moves))
-        return replace(plan, graph=self._graph, fingerprint=self._graph.fingerprint)
+    The second result are those that do not run in their region here, or whose outputs it cannot retain.
+    """
+    calls, segmented = sent.plan.calls(graph), sent.plan.segmented(graph)
+    found: list[dict[OpName, int]] = []
+    not_here: set[OpName] = set()
+    if not any(sent.retained):
+        return found, not_here
+    numbers = {name: number for number, name in enumerate(op_names(graph))}
+    for call, retained in zip(calls, sent.retained, strict=True):
+        first, end = segmented.calls[call].first, segmented.calls[call].end
+        found.append({name: numbers[name] - first for name in retained if first <= numbers.get(name, -1) < end})
+        not_here.update(name for name in retained if name not in found[-1])
+    missing = segmented.retainable.missing(
+        {call: tuple(each.values()) for call, each in zip(calls, found, strict=True)}
+    )
+    for call, each in zip(calls, found, strict=True):
+        not_here.update(name for name, at in each.items() if at in missing.get(call, ()))
+    return found, not_here
 
 
 def op_names(graph: StepGraph) -> list[OpName]:
