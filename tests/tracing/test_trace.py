@@ -462,8 +462,8 @@ OPTIMIZERS = {
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all states but step counters, which stay on the host."""
-    tensors = [item for state in optimizer.state.values() for name, item in state.items() if name != "step"]
+    """Bytes of all states, step counters included: on the CPU they are on the model's device too."""
+    tensors = [item for state in optimizer.state.values() for item in state.values()]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 

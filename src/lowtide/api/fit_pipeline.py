@@ -257,7 +257,7 @@ class _PipelineFit:
 
     @cached_property
     def _state_bytes(self) -> int:
-        return optimizer_memory(self._optimizer, 1)[0]
+        return optimizer_memory(self._optimizer, self._device)[0]
 
     @cached_property
     def _fixed_bytes(self) -> int:

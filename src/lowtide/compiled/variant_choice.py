@@ -28,7 +28,7 @@ from lowtide.compiled.step_profile import StepProfile
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, Variant, variant_of
-from lowtide.tracing.devices import block_bytes, link_bytes_per_s
+from lowtide.tracing.devices import link_bytes_per_s
 from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
 from lowtide.units import counted, format_bytes
 
@@ -408,7 +408,7 @@ class VariantChooser:
         if self._base_bytes is not None:
             return self._base_bytes
         device = instances[0].device
-        states, _, _ = optimizer_memory(self.optimizer, block_bytes(device))
+        states, _, _ = optimizer_memory(self.optimizer, device)
         if device.type != "cuda":
             static = sum(graph.static_bytes for graph in dict.fromkeys(instances))
             return (static if self.model_bytes is None else self.model_bytes) + instances[0].batch_bytes + states

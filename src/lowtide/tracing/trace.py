@@ -145,17 +145,17 @@ class _StepOnDevice:
     hardware: Hardware  # that times are predicted or measured for
     model_device: torch.device
     is_foreign: bool  # traced for another device than the model is on
-    _optimizer_memory: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)  # by block size, once known
+    _optimizer_memory: list[tuple[int, int, list[str]]] = field(default_factory=list)  # one, once known
 
     @property
     def is_on_meta(self) -> bool:
         return self.model_device.type == "meta"
 
-    def optimizer_memory(self, block_bytes: int) -> tuple[int, int, list[str]]:
+    def optimizer_memory(self) -> tuple[int, int, list[str]]:
         """Return `optimizer_memory`, worked out once for all graphs of a trace."""
-        if block_bytes not in self._optimizer_memory:
-            self._optimizer_memory[block_bytes] = optimizer_memory(self.optimizer, block_bytes)
-        state_bytes, workspace_bytes, notes = self._optimizer_memory[block_bytes]
+        if not self._optimizer_memory:
+            self._optimizer_memory.append(optimizer_memory(self.optimizer, self.device))
+        state_bytes, workspace_bytes, notes = self._optimizer_memory[0]
         return state_bytes, workspace_bytes, list(notes)
 
 
@@ -236,7 +236,7 @@ def _trace_fake(step: _StepOnDevice, is_enough: Callable[[StepGraph], bool] | bo
             "mode='real', or trace the model before fully_shard is called"
         )
     unseen_bytes = data_parallel.bucket_bytes(data_parallel.wrappers_of(step.model))
-    step.optimizer_memory(block_bytes(step.device))  # while the model's parameters are real
+    step.optimizer_memory()  # while the model's parameters are real
 
     def graph_of(recorder: Recorder) -> StepGraph:
         return predicted_graph(recorder, step, unseen_bytes)
@@ -485,7 +485,7 @@ def _build(
     """
     ops, values, saves = _frozen(Op, recorder.ops), _frozen(Value, recorder.values), _frozen(Save, recorder.saves)
     calls = with_structures(ops[: recorder.num_forward], _frozen(Call, recorder.calls), values, saves)
-    state_bytes, workspace_bytes, notes = step.optimizer_memory(recorder.block_bytes)
+    state_bytes, workspace_bytes, notes = step.optimizer_memory()
     if step.is_foreign and step.device.type == "cpu":
         notes.append(f"traced with the CPU's kernels, without an accelerator; times are for {hardware.name}")
     graph = StepGraph(

@@ -27,6 +27,7 @@ from lowtide.errors import LowtideError
 from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.replay.op_facts import facts_of
 from lowtide.snapshot import ObjectSnapshot
+from lowtide.tracing.devices import block_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.trace_records import Layout, RawOp
 
@@ -76,18 +77,21 @@ def _updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return not given or not memory_of(given).isdisjoint(memory_of(model.parameters()))
 
 
-def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[str]]:
+def optimizer_memory(optimizer: Any, device: torch.device) -> tuple[int, int, list[str]]:
     """Return the bytes of an optimizer's state after its first step, the most its step allocates on top, and notes.
 
-    State on the host (step counters, an offloaded optimizer) does not count. The optimizer itself is only read.
+    They are bytes on `device`, which the model may have been traced for only. State on the host (an offloaded
+    optimizer, step counters unless they are `fused` or `capturable`) does not count, but for models on the CPU. The
+    optimizer itself is only read.
     """
     optimizer = plain_optimizer(optimizer)
     if optimizer is None:
         return 0, 0, []
     try:
-        state_bytes, workspace_bytes = _run_on_meta(optimizer, block_bytes)
+        state_bytes, workspace_bytes = _run_on_meta(optimizer, device)
     except Exception as error:  # such as an optimizer with its own CUDA kernels
-        present = _bytes_of(optimizer.state, block_bytes)
+        is_on_host = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+        present = _bytes_of(optimizer.state, block_bytes(device), with_host=is_on_host)
         note = (
             f"the state of {type(optimizer).__name__} could not be predicted ({type(error).__name__}: "
             f"{str(error)[:80]}); its present {present} bytes are counted. Trace after its first step."
@@ -98,28 +102,31 @@ def optimizer_memory(optimizer: Any, block_bytes: int) -> tuple[int, int, list[s
 
 def present_state_bytes(optimizer: Any, device: torch.device) -> int:
     """Return the bytes of an optimizer's present state on a device; 0 if the optimizer is None."""
-    plain = plain_optimizer(optimizer)
+    plain, block = plain_optimizer(optimizer), block_bytes(device)
     states = plain.state.values() if plain is not None else ()
     tensors = (tensor for state in states for tensor in tensors_in(state) if tensor.device == device)
-    return sum(map(_compat.local_bytes, tensors))
+    return sum(-(-part.nbytes // block) * block for tensor in tensors for part in _compat.parts_of(tensor))
 
 
-def _run_on_meta(optimizer: torch.optim.Optimizer, block_bytes: int) -> tuple[int, int]:
+def _run_on_meta(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
     """Step a copy of the optimizer on the meta device; return its state's bytes and the step's workspace bytes."""
-    snapshot, copies = ObjectSnapshot([vars(optimizer)]), _MetaCopies()
+    snapshot, copies, block = ObjectSnapshot([vars(optimizer)]), _MetaCopies(), block_bytes(device)
     try:
         copy = copies.of(optimizer)
-        before = _bytes_of(copy.state, block_bytes)
-        live = _LiveBytes(copies.before_write, block_bytes)
+        before = _bytes_of(copy.state, block)
+        live = _LiveBytes(copies.before_write, block)
         with torch.no_grad(), live:
             type(optimizer).step(copy)
     finally:
         copies.restore()
         snapshot.restore()  # the copy shares objects and queues in attributes with the original
-    after = _bytes_of(copy.state, block_bytes)
-    if all(group.get("fused") for group in optimizer.param_groups):  # one kernel updates all in place
-        return after, 0
-    return after, max(0, live.most_bytes - (after - before))
+    after, groups = _bytes_of(copy.state, block), optimizer.param_groups
+    # The copy has its step counters on the host.
+    counts_steps = device.type == "cpu" or any(group.get("fused") or group.get("capturable") for group in groups)
+    state_bytes = _bytes_of(copy.state, block, with_host=counts_steps)
+    if all(group.get("fused") for group in groups):  # one kernel updates all in place
+        return state_bytes, 0
+    return state_bytes, max(0, live.most_bytes - (after - before))
 
 
 class _MetaCopies:
@@ -194,10 +201,10 @@ class _LiveBytes(_compat.DispatchMode):
     many tensors are alive.
     """
 
-    def __init__(self, before_write: Callable[[Tensor | torch.Generator], None], block_bytes: int) -> None:
+    def __init__(self, before_write: Callable[[Tensor | torch.Generator], None], block: int) -> None:
         super().__init__()
         self.most_bytes = 0
-        self._before_write, self._block_bytes = before_write, block_bytes
+        self._before_write, self._block = before_write, block
         self._live_bytes, self._made = 0, set[int]()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,7 +228,7 @@ class _LiveBytes(_compat.DispatchMode):
 
     def _add(self, tensor: Tensor, name: int) -> None:
         storage = tensor.untyped_storage()
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes if tensor.is_meta else 0
+        size = -(-storage.nbytes() // self._block) * self._block if tensor.is_meta else 0
         self._made.add(name)
         self._live_bytes += size
         weakref.finalize(storage, self._remove, name, size).atexit = False
@@ -235,15 +242,16 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     return (part for tensor in tensors_in(tree) for part in _compat.parts_of(tensor))
 
 
-def _bytes_of(states: Any, block_bytes: int) -> int:
+def _bytes_of(states: Any, block: int, *, with_host: bool = False) -> int:
+    """Return the bytes of states in blocks of an allocator, those of tensors on the host only `with_host`."""
     sizes: dict[int, int] = {}
     for state in states.values():
         for item in state.values() if isinstance(state, dict) else ():
             for tensor in item if isinstance(item, list | tuple) else [item]:
-                if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
+                if isinstance(tensor, Tensor) and (with_host or tensor.device.type != "cpu"):
                     for part in _compat.parts_of(tensor):
                         size = part.untyped_storage().nbytes()
-                        sizes[_compat.storage_id(part)] = -(-size // block_bytes) * block_bytes
+                        sizes[_compat.storage_id(part)] = -(-size // block) * block
     return sum(sizes.values())
 
 
