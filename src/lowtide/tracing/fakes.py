@@ -7,11 +7,17 @@ Models branch on values that fake tensors do not have: is this mask all ones, ar
 such values follow from shapes and from integers in the batch. `Shadows` therefore keeps a host copy (a shadow) of
 small integer and boolean tensors and of single numbers on the host, runs the same ops on it, and answers `.item()` and
 the like from it. Values computed from floating-point tensors have no shadow: such steps need a real trace.
+
+Models also cache tables that they compute once, outside of their modules: with `functools.lru_cache`, or in a dict of
+their file. `uncache` removes fake tables from there, which real steps would take for real ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -99,6 +105,76 @@ class Faker:
         finally:  # TorchScript modules hold theirs in C++, where `Restorer` does not look
             for slots, name, tensor in reals:
                 slots[name] = tensor
+
+
+_CACHED: Any = type(functools.lru_cache(lambda: None))
+_MOST_NESTED = 4  # containers around a tensor in the result of a cached function
+
+
+def uncache(faker: Faker) -> None:
+    """Remove fake tensors that a step has made from the caches in which it has left them. Collect garbage first.
+
+    An `lru_cache` is emptied, an entry of a dict or list is deleted, and a variable or attribute becomes None, which
+    code takes for one that is still to be filled. Searches all objects of the process a few times.
+    """
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # frozen objects would not be searched
+    try:
+        _clear_functions(_left_by(faker))
+        _remove(_left_by(faker))
+    finally:
+        if was_frozen:
+            gc.freeze()
+
+
+def _left_by(faker: Faker) -> list[Any]:
+    kind: Any = _compat.fake_type()
+    given = {id(fake) for _, fake in faker.made()}
+    fakes = [each for each in gc.get_objects() if type(each) is kind]
+    return [each for each in fakes if each.fake_mode is faker.mode and id(each) not in given]
+
+
+def _clear_functions(held: list[Any]) -> None:
+    """Empty the `lru_cache` of each function whose results contain what is `held`."""
+    for _ in range(1 + _MOST_NESTED):
+        holders = [each for each in gc.get_referrers(*held) if each is not held] if held else []
+        for function in filter(lambda each: isinstance(each, _CACHED), holders):
+            function.cache_clear()
+        held = [each for each in holders if type(each) in (tuple, list, set, dict) and _owner_of(each) is None]
+
+
+def _owner_of(names: Any) -> Any:
+    """The module, class or object whose variables a dict holds; None for other containers."""
+    if type(names) is not dict:
+        return None
+    referrers = gc.get_referrers(names)
+    return next((each for each in referrers if isinstance(each, type) or _variables_of(each) is names), None)
+
+
+def _variables_of(owner: Any) -> Any:
+    return None if type(owner) is types.FrameType else getattr(owner, "__dict__", None)
+
+
+def _remove(values: list[Any]) -> None:
+    """Remove values from the containers, variables and attributes that hold them, or tuples with them."""
+    ids = set(map(id, values))
+    holders = [each for each in gc.get_referrers(*values) if each is not values] if values else []
+    for holder in holders:
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = None
+        elif type(holder) is list:
+            holder[:] = [each for each in holder if id(each) not in ids]
+        else:
+            is_dict = type(holder) is dict
+            owner, names = (_owner_of(holder), holder) if is_dict else (holder, _variables_of(holder))
+            for name in [name for name, held in names.items() if id(held) in ids] if type(names) is dict else ():
+                if owner is None or (not isinstance(owner, type) and hasattr(type(owner), name)):
+                    del names[name]
+                else:
+                    setattr(owner, name, None)
+    tuples = [each for each in holders if type(each) is tuple]
+    if tuples:
+        _remove(tuples)
 
 
 def as_kernels_lay_out(name: str, given: list[Tensor], out: Any) -> Any:

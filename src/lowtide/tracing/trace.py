@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -47,7 +48,7 @@ from lowtide.tracing.devices import (
     trace_device,
     unknown_device,
 )
-from lowtide.tracing.fakes import Faker, Shadows
+from lowtide.tracing.fakes import Faker, Shadows, uncache
 from lowtide.tracing.op_times import (
     PlainTimes,
     clock_for,
@@ -305,8 +306,8 @@ def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], repo
                     shadows=shadows,
                     block_bytes=block_bytes(step.device),
                 )
-                record(recorder, model, step.loss_fn, fake_args, restorer)
                 recorders.append(recorder)
+                record(recorder, model, step.loss_fn, fake_args, restorer)
                 restorer.reset_gradients()
                 for tensor in [*model.parameters(), *tensors_in(fake_args)]:
                     if tensor.is_leaf:
@@ -325,6 +326,10 @@ def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], repo
         ) from error
     finally:
         restorer.restore()
+        if any(recorder.survivors() for recorder in recorders):
+            gc.collect()  # most are in reference cycles of autograd
+        if any(recorder.survivors() for recorder in recorders):
+            uncache(faker)
     return recorders
 
 
