@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,22 +31,12 @@ _NUM_LIVE = 6  # values listed for each event
 _MOST_COPIES = 2000
 
 
-class _Names:
-    """Numbers texts, so that each is stored once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def all(self) -> list[str]:
-        return list(self._numbers)
+_Names = defaultdict[str, int]  # numbers texts by first use, so that each is stored once
 
 
 def chart_data(facts: ReportFacts) -> dict[str, Any]:
     """Return the data of the page's charts. Times are in nanoseconds, sizes in bytes."""
-    names = _Names()
+    names = _Names(count().__next__)
     rows = layer_rows(facts)
     actions = actions_of(rows)
     return {
@@ -57,8 +49,8 @@ def chart_data(facts: ReportFacts) -> dict[str, Any]:
         "copies": _copies(facts, names),
         "curve": _curve(facts),
         "actions": actions,
-        "layers": [[names(row.layer), *(row.bytes.get(action, 0) for action in actions)] for row in rows],
-        "names": names.all(),  # last, when all names are numbered
+        "layers": [[names[row.layer], *(row.bytes.get(action, 0) for action in actions)] for row in rows],
+        "names": list(names),  # last, when all names are numbered
     }
 
 
@@ -86,15 +78,15 @@ def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
         flat: list[int] = []
         for value, num_bytes in ((value, num_bytes) for value, num_bytes in sizes.items() if num_bytes):
             if value not in labels:
-                labels[value] = names(_label(timeline, value))
+                labels[value] = names[_label(timeline, value)]
             flat += [labels[value], num_bytes]
         live.append(lists.setdefault(tuple(flat), len(lists)))
     return {
         "t": _nanoseconds(timeline, events),
         "end": _end(timeline),
         "bytes": timeline.live_bytes[events].T.tolist(),
-        "op": [names(short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step") for op in ops],
-        "path": [names(graph.path_of(op) if op >= 0 else "") for op in ops],
+        "op": [names[short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"] for op in ops],
+        "path": [names[graph.path_of(op) if op >= 0 else ""] for op in ops],
         "phase": timeline.phases[events].tolist(),
         "live": live,
         "lists": [list(each) for each in lists],
@@ -146,7 +138,7 @@ def _copies(facts: ReportFacts, names: _Names) -> dict[str, list[list[int]]]:
     graph = facts.graph
     copies: dict[str, list[list[int]]] = {}
     for copy in facts.planned.copies:
-        row = [int(copy.start_s * 1e9), int(copy.end_s * 1e9), names(_label(facts.planned, copy.value))]
+        row = [int(copy.start_s * 1e9), int(copy.end_s * 1e9), names[_label(facts.planned, copy.value)]]
         copies.setdefault(copy.kind, []).append([*row, graph.values[copy.value].bytes])
     return {kind: sorted(sorted(rows, key=lambda row: row[0] - row[1])[:_MOST_COPIES]) for kind, rows in copies.items()}
 

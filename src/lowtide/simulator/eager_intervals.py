@@ -147,7 +147,7 @@ class EagerIntervals:
             again, owners = again[is_replayed], owners[is_replayed]
         made = facts.save_made[again]
         lives = self._find(facts.save_index[again], owners, made)
-        holds.append((lives, self._tick(owners, made), ends[again]))
+        holds.append((lives, self._begin[owners] + made - planned.first[owners], ends[again]))
         left = self._ticks[facts.backward_rows(planned.ends, planned.last_read == planned.ends)]
         replay_ends = self._begin + planned.stop - planned.first
         self._left, self._done = left, np.where(self._begin >= 0, replay_ends, left)
@@ -197,9 +197,6 @@ class EagerIntervals:
                 outer = int(planned.outer[outer])
         starts, ends, sizes = (np.concatenate(parts).astype(np.int64) for parts in zip(*spans, strict=True))
         return starts, ends, sizes
-
-    def _tick(self, rank: np.ndarray, position: np.ndarray) -> np.ndarray:
-        return self._begin[rank] + position - self.planned.first[rank]
 
     def _entries(self, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the regions that are entered, in the forward or in a replay around them, and all entry ticks."""

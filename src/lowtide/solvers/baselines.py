@@ -19,24 +19,22 @@ from lowtide.solvers.nesting import Nesting
 
 
 def reference_plans(graph: StepGraph) -> dict[str, Plan]:
-    """No plan, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products.
+    """No plan, a checkpoint per block, every second block, and selective checkpointing that keeps matrix products."""
+    return {name: Plan(recomputes(graph, regions)) for name, regions in reference_regions(graph).items()}
 
-    The last keeps only products that autograd saves directly in the block: a region cannot retain others.
-    """
+
+def reference_regions(graph: StepGraph) -> dict[str, Regions]:
+    """The regions of `reference_plans`. Of matrix products, blocks keep those that autograd saves directly in them."""
     blocks = all_blocks(graph)
-    plans = {"nothing": Plan()}
+    plans: dict[str, Regions] = {"nothing": {}}
     if blocks:
-        plans["a checkpoint per block"] = _plan(graph, dict.fromkeys(blocks, ()))
-        plans["every second block"] = _plan(graph, dict.fromkeys(every_kth(graph, blocks, 2), ()))
-        plans["selective, all matmuls kept"] = _plan(graph, {call: _products(graph, call) for call in blocks})
+        plans["a checkpoint per block"] = dict.fromkeys(blocks, ())
+        plans["every second block"] = dict.fromkeys(every_kth(graph, blocks, 2), ())
+        plans["selective, all matmuls kept"] = {call: _products(graph, call) for call in blocks}
     return plans
 
 
-def _plan(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> Plan:
-    return Plan(regions=recomputes(graph, regions))
-
-
-def recomputes(graph: StepGraph, regions: dict[int, tuple[int, ...]]) -> tuple[Recompute, ...]:
+def recomputes(graph: StepGraph, regions: Regions) -> tuple[Recompute, ...]:
     """Convert regions from call numbers to the module paths and call counts that plans use."""
     names = {call: graph.names_of(call) for call in sorted(regions)}
     return tuple(Recompute(*each[0], regions[call], each[1:]) for call, each in names.items())
@@ -54,16 +52,13 @@ _MOST_CUTS = 64
 
 def baseline_plans(graph: StepGraph, nesting: Nesting) -> list[tuple[float, Regions]]:
     """Regions of all baselines and a lower bound on the seconds each adds, the fastest first."""
-    plans = [*reference_plans(graph).values(), *_some_blocks(graph)]
     unique: dict[tuple[object, ...], tuple[float, Regions]] = {}
-    for plan in plans:
-        regions = nesting.without_redundant(plan.held_ops(graph))
-        if regions:
+    for chosen in (*reference_regions(graph).values(), *_some_blocks(graph)):
+        if regions := nesting.without_redundant(chosen):
             unique.setdefault(tuple(regions.items()), (EagerIntervals(graph, regions).replayed_s, regions))
     return sorted(unique.values(), key=lambda pair: pair[0])
 
 
-def _some_blocks(graph: StepGraph) -> list[Plan]:
+def _some_blocks(graph: StepGraph) -> list[Regions]:
     """Checkpoints on every subset of few blocks, or on prefixes and suffixes of many."""
-    chosen = some_subsets(all_blocks(graph), _MOST_CUTS)
-    return [Plan(regions=recomputes(graph, dict.fromkeys(calls, ()))) for calls in chosen]
+    return [dict.fromkeys(calls, ()) for calls in some_subsets(all_blocks(graph), _MOST_CUTS)]

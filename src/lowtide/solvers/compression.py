@@ -49,7 +49,7 @@ class CompressionOptions:
                 f"lossy={names} was given, and the speed of {graph.hardware.name}'s memory is not known, so the "
                 "cost of a codec cannot be predicted. Trace for a known device, by name (device='H100') if absent."
             )
-        self._graph, self._names = graph, names
+        self.graph, self._names = graph, names
         self.options: dict[int, list[EncodedForm]] = {}
         for value in sorted(_encodable(graph)):
             forms = [encoded_form(graph.values[value], name, graph.hardware) for name in names]
@@ -60,11 +60,8 @@ class CompressionOptions:
     def on(self, graph: StepGraph) -> CompressionOptions:
         """The same options for the step's graph with segments."""
         options = copy(self)
-        options._graph = graph
+        options.graph = graph
         return options
-
-    def size_of(self, value: int) -> int:
-        return self._graph.values[value].bytes
 
     def form(self, value: int, codec: str) -> EncodedForm:
         return next(form for form in self.options[value] if form.codec == codec)
@@ -112,7 +109,7 @@ class CompressionOptions:
 
     def left_behind(self, codecs: Codecs, regions: Regions) -> dict[int, EncodedForm]:
         """Of these values, those that the forward holds with these regions and that no region retains."""
-        graph = self._graph
+        graph = self.graph
         owner = graph.innermost(regions)
         held = {save.value for save in graph.saves if owner[save.call] < 0}
         kept: set[int] = set()
@@ -159,7 +156,7 @@ class EncodingCharges:
         most = max(map(len, self._codecs), default=1)
         self._bytes, self._seconds = np.zeros((len(pairs), most)), np.full((len(pairs), most), np.inf)
         for row, value in enumerate(self._values):
-            self._bytes[row, 0], self._seconds[row, 0] = compression.size_of(value) * scale, 0.0
+            self._bytes[row, 0], self._seconds[row, 0] = compression.graph.values[value].bytes * scale, 0.0
             for column, form in enumerate(compression.options[value], start=1):
                 self._bytes[row, column] = form.bytes * scale
                 self._seconds[row, column] = compression.least_s(value, form)

@@ -25,7 +25,7 @@ from lowtide.graph.segments import block_levels, every_kth
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import ENGINES, Frontier, Plan, Reference
 from lowtide.simulator.timeline import simulate
-from lowtide.solvers.baselines import reference_plans
+from lowtide.solvers.baselines import reference_plans, reference_regions
 from lowtide.solvers.candidate import Candidate, Regions, faster, smaller, with_predictions
 from lowtide.solvers.compiled_search import CompiledSearch, compiled_references
 from lowtide.solvers.compression import lossy_codecs
@@ -190,7 +190,10 @@ def shortlist(
     found += by_regions.simple(budget)
     if host_bytes:  # the bounds of a search without moves do not hold for plans with moves
         bound_s = search.lower_bound_s(budget)
-        found = [_with_bound(each, bound_s) for each in found]
+        found = [
+            replace(each, plan=replace(each.plan, lower_bound_s=min(bound_s, each.plan.lower_bound_s)))
+            for each in found
+        ]
     different: dict[object, ShortlistedPlan] = {}
     for candidate in found:
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
@@ -208,11 +211,6 @@ def _searches(
         return both, both.limiting
     search = _ShortlistSearch(graph, host_bytes, time_limit_s, codecs)
     return search, search
-
-
-def _with_bound(candidate: ShortlistedPlan, bound_s: float) -> ShortlistedPlan:
-    bound_s = min(bound_s, candidate.plan.lower_bound_s)
-    return replace(candidate, plan=replace(candidate.plan, lower_bound_s=bound_s))
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
@@ -287,9 +285,8 @@ class _ShortlistSearch(EagerSearch):
                 )
                 if number <= len(every):
                     yield f"the {name} {number} blocks", self._tidied(part(number))
-        for name, plan in reference_plans(graph).items():
+        for name, held in reference_regions(graph).items():
             if name.startswith("selective"):
-                held = plan.held_ops(graph)
                 yield name, self._nesting.without_redundant(held)
                 halved = {call: ops[1::2] for call, ops in held.items()}
                 yield "selective, every other matmul kept", self._nesting.without_redundant(halved)

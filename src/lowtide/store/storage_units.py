@@ -74,12 +74,6 @@ class Unit:
     put_at: int = 0
     touched_at: int = 0
 
-    def remove_entry(self, *, evictable: bool = True) -> None:
-        """Remove one entry, assuming that it is one of those already returned."""
-        self.num_entries -= 1
-        self.num_unevictable -= not evictable
-        self.num_served = max(0, self.num_served - 1)
-
     def decode(self, parts: Parts) -> Tensor:
         """The flat tensor, decoded from its parts on the device."""
         return parts[0] if self.encoded is None else self.encoded.codec.decode(self.encoded, parts)

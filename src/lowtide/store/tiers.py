@@ -209,9 +209,11 @@ class StorageTiers:
             self._prefetch.fetch_before(unit.put_at, self)
         return flat
 
-    def release(self, unit: Unit, *, evictable: bool = True) -> None:
-        """Remove one entry of a unit, and the unit with its last entry."""
-        unit.remove_entry(evictable=evictable)
+    def release(self, unit: Unit, *, evictable: bool) -> None:
+        """Remove one entry of a unit, assumed to be one of those already returned, and the unit with its last entry."""
+        unit.num_entries -= 1
+        unit.num_unevictable -= not evictable
+        unit.num_served = max(0, unit.num_served - 1)
         if unit.num_entries == 0:
             self._drop(unit)
 
