@@ -387,10 +387,7 @@ def test_of_equally_fast_candidates_the_one_with_less_work_for_the_host_is_kept(
     """A plan that only just keeps the host ahead is slower than others as soon as the host is."""
     graph = with_host_line(1, repeated_blocks(1, num_blocks=6))
     graph = replace(graph, ops=tuple(replace(op, host_s=0.9 * op.seconds, flags=()) for op in graph.ops))
-    found = {
-        name: with_predictions(graph, simulate(graph, plan), simulate(graph), 0, 0.0)
-        for name, plan in reference_plans(graph).items()
-    }
+    found = {name: with_predictions(simulate(graph, plan), 0, 0.0) for name, plan in reference_plans(graph).items()}
     heavy, light = found["a checkpoint per block"], found["nothing"]
     lines = {name: simulate(graph, plan).lines for name, plan in (("heavy", heavy), ("light", light))}
     assert lines["heavy"].host_s > lines["light"].host_s

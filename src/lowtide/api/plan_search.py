@@ -182,7 +182,7 @@ class FitCache:
         # The cached bound is for the times that were measured then.
         limits = self._splits.limits
         search = search_for(graph, "eager", limits.host, limits.time_limit_s, limits.lossy)
-        found = with_predictions(graph, timeline, simulate(graph), self._budget, search.lower_bound_s(self._budget))
+        found = with_predictions(timeline, self._budget, search.lower_bound_s(self._budget))
         return self._splits.predicted(found), correction
 
     def write(self, plan: Plan, correction_bytes: int, trials: Sequence[Trial]) -> None:

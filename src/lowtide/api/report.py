@@ -119,7 +119,7 @@ def _curve(graph: StepGraph, plan: Plan, known: tuple[Reference, ...], time_limi
     floor = min(low, *(each.peak_bytes for each in plans_by_budget.values()))
     if spent() < _FLOOR_BEFORE:
         floor, least = search.floor.peak_bytes, search.floor
-        plans_by_budget[floor] = with_predictions(graph, least, search.plain, floor, search.lower_bound_s(floor))
+        plans_by_budget[floor] = with_predictions(least, floor, search.lower_bound_s(floor))
     plans = tuple(plans_by_budget[budget] for budget in sorted(plans_by_budget))
     note = f"the trade-off curve was made from {counted(len(plans), 'budget')} in {time.monotonic() - start:.1f} s"
     if num_left:

@@ -293,8 +293,7 @@ def plan_of(session: Session, sequence: CallSequence) -> Plan:
         step = joined_step(steps, _modules_of(session, sequence))
         other_bytes = max(0, choice.peak_bytes - _simulated(step, instances, choice.variants).peak_bytes)
     step = replace(step, other_bytes=other_bytes)
-    timeline = _simulated(step, instances, choice.variants)
-    return with_predictions(step, timeline, simulate(step), session.budget_bytes, choice.lower_bound_s)
+    return with_predictions(_simulated(step, instances, choice.variants), session.budget_bytes, choice.lower_bound_s)
 
 
 def references(session: Session, sequence: CallSequence, plan: Plan) -> tuple[Reference, ...]:

@@ -118,8 +118,9 @@ class Effort:
         return is_over
 
 
-def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budget: int, lower_bound_s: float) -> Plan:
+def with_predictions(timeline: Timeline, budget: int, lower_bound_s: float) -> Plan:
     """The plan of a timeline, with its budget, predictions, lower bound and the facts of the graph filled in."""
+    graph = timeline.graph
     modules = _modules(graph, timeline.plan)
     plan = replace(
         timeline.plan,
@@ -128,7 +129,7 @@ def with_predictions(graph: StepGraph, timeline: Timeline, plain: Timeline, budg
         peak_bytes=timeline.peak_bytes,
         peak_path=timeline.peak_path,
         peak_phase=timeline.peak_phase,
-        plain_peak_bytes=plain.peak_bytes,
+        plain_peak_bytes=graph.plain_peak_bytes,
         step_s=graph.step_s,
         extra_s=timeline.extra_s,
         lower_bound_s=min(lower_bound_s, timeline.extra_s),

@@ -117,7 +117,7 @@ class CompiledSearch:
     def plan(self, budget: int) -> Plan:
         """The fastest plan for a budget, with predictions and lower bound."""
         if self.plain.peak_bytes <= budget:
-            return with_predictions(self.graph, self._timeline(self._point(frozenset())), self.plain, budget, 0.0)
+            return with_predictions(self._timeline(self._point(frozenset())), budget, 0.0)
         found = [reference for reference in self._references if reference.peak_bytes <= budget]
         for family in self._families:
             if not found or not self._effort.is_over():
@@ -126,8 +126,7 @@ class CompiledSearch:
         if not found:
             raise infeasible(budget, self.floor)
         fastest = min(found, key=lambda each: (each.extra_s, each.peak_bytes, each.keeps))
-        timeline = self._timeline(fastest.keeps)
-        return with_predictions(self.graph, timeline, self.plain, budget, self.lower_bound_s(budget))
+        return with_predictions(self._timeline(fastest.keeps), budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
         """A lower bound on the seconds that every plan of the compiled engine within `budget` adds."""

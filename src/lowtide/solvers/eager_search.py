@@ -205,11 +205,11 @@ class EagerSearch:
     def plan(self, budget: int) -> Plan:
         """The fastest plan for a budget, with predictions and lower bound."""
         if self.plain.peak_bytes <= budget:
-            return with_predictions(self.graph, self.plain, self.plain, budget, 0.0)
+            return with_predictions(self.plain, budget, 0.0)
         fastest = self.fastest(budget)
         if fastest is None:
             raise self.infeasible(budget)
-        return with_predictions(self.graph, self.timeline_of(fastest), self.plain, budget, self.lower_bound_s(budget))
+        return with_predictions(self.timeline_of(fastest), budget, self.lower_bound_s(budget))
 
     def fastest(self, budget: int) -> Candidate | None:
         """The fastest candidate that fits; None if none does."""
@@ -464,14 +464,12 @@ class TwoLineSearch:
     def plan(self, budget: int) -> Plan:
         """The faster of the plans of both searches."""
         if self.plain.peak_bytes <= budget:
-            return with_predictions(self.graph, self.plain, self.plain, budget, 0.0)
-        found = [(search.fastest(budget), search) for search in self._tried]
-        fitting = [(plan.extra_s, plan.peak_bytes, nth) for nth, (plan, _) in enumerate(found) if plan is not None]
-        if not fitting:
-            raise self._infeasible(budget)
-        plan, search = found[min(fitting)[2]]
-        assert plan is not None
-        return with_predictions(self.graph, search.timeline_of(plan), self.plain, budget, self.lower_bound_s(budget))
+            return with_predictions(self.plain, budget, 0.0)
+        found = {search: search.fastest(budget) for search in self._tried}
+        if (fastest := faster(*found.values())) is None:
+            raise min(self._tried, key=lambda search: search.floor.peak_bytes).infeasible(budget)
+        search = next(search for search, each in found.items() if each is fastest)
+        return with_predictions(search.timeline_of(fastest), budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
         """A lower bound on the seconds that every plan within `budget` adds.
@@ -479,7 +477,3 @@ class TwoLineSearch:
         0 with codecs: their seconds are on the device's line only, and the mixed line would count them in full.
         """
         return 0.0 if self._lossy else max(search.lower_bound_s(budget) for search in self._searches.values())
-
-    def _infeasible(self, budget: int) -> InfeasibleBudgetError:
-        smallest = min(self._tried, key=lambda search: search.floor.peak_bytes)
-        return smallest.infeasible(budget)

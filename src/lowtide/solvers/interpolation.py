@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from lowtide.solvers.hull import HullPoint, Pricing
 
 _SHARE = 0.5  # of the bytes that a change frees: what is spent again on retained outputs; more shares gained nothing
 _MOST_OPS = 3_000
+_Item = TypeVar("_Item")
 
 
 class Interpolation:
@@ -110,9 +111,7 @@ class HullPath:
             return self._first.regions
         hull_step, num_units, step = self._position(number)
         before, after = hull_step.before.regions, hull_step.after.regions
-        changed = {call for unit in hull_step.units[: num_units + (step > 0)] for call in unit}
-        regions = {call: ops for call, ops in before.items() if call not in changed}
-        regions |= {call: ops for call, ops in after.items() if call in changed}
+        regions = _mixed(before, after, hull_step.units[: num_units + (step > 0)])
         if step:
             new = {call: after[call] for call in hull_step.units[num_units] if call in after}
             regions |= self._interpolation.candidate(new, hull_step.freed_bytes)
@@ -123,9 +122,7 @@ class HullPath:
         if number == 0:
             return tuple(sorted(self._first.codecs.items()))
         hull_step, num_units, step = self._position(number)
-        changed = {value for values in hull_step.values[: num_units + (step > 0)] for value in values}
-        codecs = {value: codec for value, codec in hull_step.before.codecs.items() if value not in changed}
-        codecs |= {value: codec for value, codec in hull_step.after.codecs.items() if value in changed}
+        codecs = _mixed(hull_step.before.codecs, hull_step.after.codecs, hull_step.values[: num_units + (step > 0)])
         return tuple(sorted(codecs.items()))
 
     def _position(self, number: int) -> tuple[_HullStep, int, int]:
@@ -218,6 +215,13 @@ def _bisect(
     return found
 
 
+def _mixed(before: dict[int, _Item], after: dict[int, _Item], changed: Iterable[tuple[int, ...]]) -> dict[int, _Item]:
+    """`before`, with the items of `after` for the keys that are `changed`."""
+    keys = {key for some in changed for key in some}
+    kept = {key: item for key, item in before.items() if key not in keys}
+    return kept | {key: item for key, item in after.items() if key in keys}
+
+
 def _spread(hull_step: _HullStep) -> _HullStep:
     """The same hull step, whose units change in bit-reversed order, so that changed units are evenly spaced."""
     num_bits = len(hull_step.units).bit_length()
@@ -239,11 +243,6 @@ def _hull_step(graph: StepGraph, first: HullPoint, second: HullPoint) -> _HullSt
     changed = [
         value for value in {*first.codecs, *second.codecs} if first.codecs.get(value) != second.codecs.get(value)
     ]
-    if not changed:
-        freed_bytes = (first.bytes - second.bytes) / max(len(order), 1)
-        return _HullStep(
-            first, second, tuple(tuple(differing[unit]) for unit in order), ((),) * len(order), freed_bytes
-        )
     starts = [graph.calls[unit].first for unit in order]
     inside: dict[int, list[int]] = {}
     alone: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []

@@ -218,7 +218,7 @@ def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | No
     if fastest is None:
         if search.floor.peak_bytes > (1 + NEARLY) * budget:
             return []
-        return [ShortlistedPlan(SMALLEST, with_predictions(search.graph, search.floor, search.plain, budget, 0.0))]
+        return [ShortlistedPlan(SMALLEST, with_predictions(search.floor, budget, 0.0))]
     plan = search.plan(int((1 + _SEARCHED_NEARLY) * budget))
     if fastest.extra_s - plan.extra_s < _NOTICEABLE * (search.graph.step_s + fastest.extra_s):
         return []
@@ -262,9 +262,7 @@ class _ShortlistSearch(EagerSearch):
             for name, is_essential in chosen.items()
         ]
         if self.plain.peak_bytes <= (1 + nearly) * budget:
-            found.append(
-                ShortlistedPlan("nothing", with_predictions(self.graph, self.plain, self.plain, budget, 0.0), True)
-            )
+            found.append(ShortlistedPlan("nothing", with_predictions(self.plain, budget, 0.0), is_essential=True))
         return found
 
     def _checkpoints(self, budget: int) -> Iterator[tuple[str, Regions]]:
@@ -301,4 +299,4 @@ class _ShortlistSearch(EagerSearch):
         return all(one.end <= other.first for one, other in pairwise(calls))
 
     def _plan_of(self, candidate: Candidate, budget: int) -> Plan:
-        return with_predictions(self.graph, self.timeline_of(candidate), self.plain, budget, self.lower_bound_s(budget))
+        return with_predictions(self.timeline_of(candidate), budget, self.lower_bound_s(budget))
