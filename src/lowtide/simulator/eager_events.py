@@ -17,7 +17,7 @@ without moves take the faster `eager_intervals`. `EagerEvents` goes through the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,15 @@ from lowtide.simulator.lifetimes import CopyEngines, Ledger, Lifetime, bytes_by_
 from lowtide.simulator.planned_regions import PlannedRegions
 
 
-class _AllRecorded(Exception):
-    """Ends the simulation once the last of the requested events was recorded."""
-
-
 class EagerEvents:
     """Simulates one step under an eager plan, event by event.
 
     `save_owner[i]` is the region that drops save `i`, -1 for none; `retained` are the saves that are not dropped
     because their region retains the value. By region with saves: `stops`, `ends` and `last_reads` (`PlannedRegions`).
+    `snapshots` are the bytes of values at each event in `recorded`: of all that live, or of the `most` largest.
     """
 
-    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+    def __init__(self, graph: StepGraph, plan: Plan, recorded: Container[int] = (), most: int | None = None) -> None:
         self.graph, self.plan = (graph := plan.segmented(graph)), plan
         self.regions = plan.calls(graph)
         self.owner, self.outermost = graph.innermost(self.regions), graph.outermost(self.regions)
@@ -55,15 +52,14 @@ class EagerEvents:
         self.last_reads = {call: read for call, _, _, read in rows}
         self.kept_ops = {graph.calls[call].first + op for call in self.stops for op in self.regions[call].keep_ops}
         self.left: set[int] = set()
-        self.moves, self.forms = plan.moves_by_value(graph), plan.forms(graph)
+        self.forms = plan.forms(graph)
         self.moved_outputs = {c: values for c, values in plan.moved_outputs(graph).items() if c in self.stops}
         self.leaving = {value for values in self.moved_outputs.values() for value in values}
         self.handed_over: set[int] = set()  # those of `leaving` whose save has been made
+        self.copies = CopyEngines(graph, plan.moves_by_value(graph), self.forms, plan.in_flight_bytes)
         self._index()
         self.ledger = Ledger()
-        self.static = graph.optimizer_state_bytes + graph.other_bytes
-        self.static += sum(v.bytes for v in graph.values if v.born < 0 and v.kind not in ("gradient", "elsewhere"))
-        self.ledger.gradients += sum(v.bytes for v in graph.values if v.born < 0 and v.kind == "gradient")
+        self.ledger.gradients += graph.arrays.static_gradient_bytes
         self.lives: dict[int, Lifetime] = {}
         self.scopes: dict[int, dict[int, Lifetime]] = {}  # by replayed region
         self.attached: dict[int, Lifetime] = {}  # by save
@@ -71,17 +67,14 @@ class EagerEvents:
         self.region_holds: dict[int, list[Lifetime]] = {}
         self.encoded: dict[int, Lifetime] = {}  # by value
         self.decoded: dict[int, Lifetime] = {}  # by save
-        self.copies = CopyEngines(graph, self.moves, self.forms, plan.in_flight_bytes)
         self.events: list[tuple[int, int, int, int, int, int]] = []
         self.starts: list[float] = []
         self.clock = self.replayed_s = self.coded_s = 0.0  # `clock` is the device's, never behind `host`, the host's
         self.host = self._due_s = 0.0
         self.row: list[list[float]] = []  # by event: host seconds, device seconds, whether the host waits
         self.engine = planned.engine
-        self.snapshots: dict[int, dict[int, int]] = {}  # by event: bytes of values
-        self._wanted: frozenset[int] = frozenset()
-        self._last_wanted = -1
-        self._most: int | None = None
+        self.snapshots: dict[int, dict[int, int]] = {}
+        self._recorded, self._most = recorded, most
 
     def _index(self) -> None:
         graph = self.graph
@@ -89,12 +82,12 @@ class EagerEvents:
         self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
         self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
         self.uses_at: defaultdict[int, list[int]] = defaultdict(list)
-        moved = {value for value, move in self.moves.items() if move.to != "device"}
         for index, save in enumerate(graph.saves):
             self.saves_at[save.made].append(index)
             done = save.released if save.used < 0 else save.used
             is_retained = index in self.retained
-            moves = save.value in self.leaving if is_retained else save.value in moved and save.value not in self.forms
+            moves = self.copies.moves(save.value) and save.value not in self.forms
+            moves = save.value in self.leaving if is_retained else moves
             if self.save_owner[index] >= 0 or moves:
                 self.releases_at[done].append(index)  # of what came back
             else:
@@ -130,28 +123,18 @@ class EagerEvents:
 
     def play(self) -> None:
         graph = self.graph
-        try:
-            for op in range(graph.num_forward):
-                self._settle(op, -1, self.lives)
-                self._run(op, 0, self.lives)
-            self._settle(graph.num_forward, -1, self.lives)
-            fetches_at = self._fetches_at()
-            for position in range(graph.num_forward, len(graph.ops)):
-                if position == fetches_at:
-                    self._begin_fetching()
-                self._backward_position(position)
-                self._run(position, 2, self.lives)
-            self._backward_position(len(graph.ops))
-            self._emit(-1, 3, graph.optimizer_workspace_bytes)
-        except _AllRecorded:
-            pass
-
-    def record_at(self, events: Iterable[int], most: int | None) -> None:
-        """Simulate up to the last of `events`, and record the live values at each: all, or the `most` largest."""
-        self._wanted, self._most = frozenset(events), most
-        self._last_wanted = max(self._wanted, default=-1)
-        if self._wanted:
-            self.play()
+        for op in range(graph.num_forward):
+            self._settle(op, -1, self.lives)
+            self._run(op, 0, self.lives)
+        self._settle(graph.num_forward, -1, self.lives)
+        fetches_at = self._fetches_at()
+        for position in range(graph.num_forward, len(graph.ops)):
+            if position == fetches_at:
+                self._begin_fetching()
+            self._backward_position(position)
+            self._run(position, 2, self.lives)
+        self._backward_position(len(graph.ops))
+        self._emit(-1, 3, graph.optimizer_workspace_bytes)
 
     def _host_works(self, seconds: float) -> None:
         """Advance the host's time line. Later ops are issued no earlier than that."""
@@ -376,16 +359,14 @@ class EagerEvents:
         self.starts.append(self.clock)
         self._add_to_row(0.0)
         event = len(self.events) - 1
-        if event in self._wanted:
+        if event in self._recorded:
             lives = [(life.value, life.bytes) for life in self.ledger.alive() if not self.copies.is_away(life)]
             self.snapshots[event] = bytes_by_value(lives, self._most)
-            if event == self._last_wanted:
-                raise _AllRecorded
 
     def columns(self) -> dict[str, Any]:
         """Return the fields of a `Timeline`."""
         table = np.array(self.events, dtype=np.int64).reshape(-1, 6)
-        static = np.full((len(table), 1), self.static, dtype=np.int64)
+        static = np.full((len(table), 1), self.graph.arrays.static_bytes, dtype=np.int64)
         copies = self.copies
         engine_s = self.engine.total_s + copies.num_calls * self.graph.hardware.move_s / 2
         host_s, device_s, waits = np.array(self.row).reshape(-1, 3).T

@@ -139,8 +139,8 @@ class Timeline:
         if not self.plan.moves:
             intervals = _eager_intervals(self.graph, self.plan)
             return [intervals.live_at(event, most) for event in events]
-        step = EagerEvents(self.graph, self.plan)
-        step.record_at(events, most)
+        step = EagerEvents(self.graph, self.plan, frozenset(events), most)
+        step.play()
         return [step.snapshots.get(event, {}) for event in events]
 
     def __str__(self) -> str:
