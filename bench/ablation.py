@@ -197,7 +197,7 @@ _COMPILED: dict[str, list[Patch]] = {
     "narrow positions": [(compiled_search, "_narrow_positions", _nothing)],
     "256 -> 16 mixes": [(compiled_search, "_MOST_CUTS", 16)],
     "hull: 48 -> 16 prices": [(min_cut, "_MOST_PRICES", 16)],
-    "hull: gain 1e-6 -> 1e-3": [(min_cut, "_GAIN", 1e-3)],
+    "hull: gain 1e-6 -> 1e-3": [(min_cut, "_LEAST_GAIN", 1e-3)],
 }
 _LOCAL = ("local", "lowest", "interpolation")
 PARTS: dict[str, dict[str, list[Patch]]] = {

@@ -44,7 +44,7 @@ from lowtide.solvers.baselines import baseline_plans
 from lowtide.solvers.candidate import Candidate, Codecs, Effort, Regions, faster, infeasible, smaller, with_predictions
 from lowtide.solvers.compression import CompressionOptions
 from lowtide.solvers.hull import CriticalPoint, Pricing, critical_point_at, hull, peak_op
-from lowtide.solvers.interpolation import HullPath, Interpolation, first_past_stops, monotone_stops
+from lowtide.solvers.interpolation import HullPath, first_past_stops, monotone_stops
 from lowtide.solvers.local_search import MOST_OPS, LocalSearch, LowestPeakSearch, evenly_spaced
 from lowtide.solvers.nesting import Nesting
 from lowtide.solvers.placement import LinkLoads, OffloadSelector
@@ -138,8 +138,7 @@ class EagerSearch:
                 )
                 points = hull(pricing)
                 self.effort.spend(len(self.graph.ops), times=_HULL)
-            between = Interpolation(self.line, pricing)
-            self._paths[key] = [HullPath(self.graph, points.choices, between, is_spread=each) for each in (False, True)]
+            self._paths[key] = [HullPath(pricing, points.choices, is_spread=each) for each in (False, True)]
         return self._paths[key][is_spread]
 
     def _all_paths(self) -> Iterator[tuple[HullPath | LinkLoads, float, bool]]:
@@ -154,7 +153,7 @@ class EagerSearch:
     @cached_property
     def _loads(self) -> LinkLoads:
         last = self._first_path.regions(len(self._first_path) - 1)
-        return LinkLoads(self.line, last, self._critical_points[0].pricing)
+        return LinkLoads(self._critical_points[0].pricing, last)
 
     @property
     def _first_path(self) -> HullPath:

@@ -2,16 +2,16 @@
 
 Hull points are exact optima for some price per byte, but the best plan within a budget is rarely one of them: moving
 from one point to the next may change every layer. `HullPath` numbers the candidates in between, which change one call
-at a time. Early calls change first, because what early layers save lives longest. `Interpolation` refines each of these
-changes: the new regions of a call first retain extra outputs, those that take longest to recompute per byte, up to
-half of the bytes that the change frees.
+at a time. Early calls change first, because what early layers save lives longest. Each of these changes has two steps:
+the new regions of a call first retain extra outputs, those that take longest to recompute per byte, up to half of the
+bytes that the change frees.
 
 `first_past_stops` finds the first candidate of a path that fits a budget by bisection. Paths do not depend on the
 budget, and the bisection is monotone: a larger budget never gives a slower candidate, a smaller one never a larger
 peak.
 
-Cost: one simulation per bisection step, and one per stop of a path (100,000 simulated ops). `Interpolation` is skipped
-above 3,000 ops, where single calls are a small part of the step.
+Cost: one simulation per bisection step, and one per stop of a path (100,000 simulated ops). Above 3,000 ops, where
+single calls are a small part of the step, changes have one step.
 """
 
 from __future__ import annotations
@@ -32,31 +32,6 @@ from lowtide.solvers.hull import HullPoint, Pricing
 _SHARE = 0.5  # of the bytes that a change frees: what is spent again on retained outputs; more shares gained nothing
 _MOST_OPS = 3_000
 _Item = TypeVar("_Item")
-
-
-class Interpolation:
-    """Adds retained outputs to regions, those with the most seconds per byte first."""
-
-    def __init__(self, graph: StepGraph, pricing: Pricing) -> None:
-        self._graph, self._pricing = graph, pricing
-        self.is_used = len(graph.ops) <= _MOST_OPS
-
-    def candidate(self, regions: Regions, freed_bytes: float) -> Regions:
-        """`regions` with up to half of `freed_bytes` in additional retained outputs."""
-        room = freed_bytes * _SHARE
-        sizes: dict[tuple[int, int], int] = {}
-        for call, kept in regions.items():
-            first = self._graph.calls[call].first
-            for op in self._pricing.keepable_in(call):
-                size = sum(self._graph.values[value].bytes for value in self._graph.ops[op].outputs)
-                if size and op - first not in kept:
-                    sizes[call, op] = size
-        retained = {call: set(kept) for call, kept in regions.items()}
-        for call, op in sorted(sizes, key=lambda key: (-self._graph.ops[key[1]].seconds / sizes[key], key)):
-            if sizes[call, op] <= room:
-                room -= sizes[call, op]
-                retained[call].add(op - self._graph.calls[call].first)
-        return {call: tuple(sorted(kept)) for call, kept in retained.items()}
 
 
 _FEWEST_STOPS = 9
@@ -85,12 +60,11 @@ class HullPath:
     order in which changed calls are evenly spaced among the others, so that an offload link always has work.
     """
 
-    def __init__(
-        self, graph: StepGraph, choices: list[HullPoint], interpolation: Interpolation, *, is_spread: bool = False
-    ) -> None:
+    def __init__(self, pricing: Pricing, choices: list[HullPoint], *, is_spread: bool = False) -> None:
+        graph = pricing.graph
         hull_steps = [_hull_step(graph, a, b) for a, b in pairwise(choices)]
         self._hull_steps = [_spread(hull_step) for hull_step in hull_steps] if is_spread else hull_steps
-        self._interpolation, self._steps = interpolation, 1 + interpolation.is_used  # per unit
+        self._pricing, self._steps = pricing, 1 + (len(graph.ops) <= _MOST_OPS)  # per unit
         ends = list(accumulate((self._steps * len(hull_step.units) for hull_step in self._hull_steps), initial=0))
         self._length = ends[-1] + 1
         self._first = choices[0]
@@ -114,7 +88,7 @@ class HullPath:
         regions = _mixed(before, after, hull_step.units[: num_units + (step > 0)])
         if step:
             new = {call: after[call] for call in hull_step.units[num_units] if call in after}
-            regions |= self._interpolation.candidate(new, hull_step.freed_bytes)
+            regions |= _retaining_more(self._pricing, new, hull_step.freed_bytes * _SHARE)
         return regions
 
     def codecs(self, number: int) -> Codecs:
@@ -213,6 +187,23 @@ def _bisect(
         else:
             low, least_s = middle + 1, extra_s
     return found
+
+
+def _retaining_more(pricing: Pricing, regions: Regions, room: float) -> Regions:
+    """`regions` with up to `room` bytes of additional retained outputs, those with the most seconds per byte first."""
+    graph = pricing.graph
+    sizes: dict[tuple[int, int], int] = {}
+    for call, kept in regions.items():
+        for op in pricing.keepable_in(call):
+            size = sum(graph.values[value].bytes for value in graph.ops[op].outputs)
+            if size and op - graph.calls[call].first not in kept:
+                sizes[call, op] = size
+    retained = {call: set(kept) for call, kept in regions.items()}
+    for call, op in sorted(sizes, key=lambda key: (-graph.ops[key[1]].seconds / sizes[key], key)):
+        if sizes[call, op] <= room:
+            room -= sizes[call, op]
+            retained[call].add(op - graph.calls[call].first)
+    return {call: tuple(sorted(kept)) for call, kept in retained.items()}
 
 
 def _mixed(before: dict[int, _Item], after: dict[int, _Item], changed: Iterable[tuple[int, ...]]) -> dict[int, _Item]:

@@ -213,12 +213,12 @@ _NUM_STOPS = 9
 class LinkLoads:
     """Candidates from 0 (everything movable is retained) to the last (`regions` unchanged), like a `HullPath`."""
 
-    def __init__(self, graph: StepGraph, regions: Regions, pricing: Pricing) -> None:
-        self._graph, self._regions = graph, regions
+    def __init__(self, pricing: Pricing, regions: Regions) -> None:
+        graph, self._regions = pricing.graph, regions
         placement, outermost = Placement(graph), graph.outermost(regions)
         has_inner = {outermost[call] for call in regions if outermost[call] != call}
         self._loads = {
-            call: _RegionLoad(graph, call, regions[call], pricing, placement)
+            call: _RegionLoad(pricing, call, regions[call], placement)
             for call in sorted(set(outermost.values()) - has_inner - {-1})
         }
         seconds = sum(load.forward_s for load in self._loads.values())
@@ -248,9 +248,8 @@ class LinkLoads:
 class _RegionLoad:
     """Further outputs that one region could retain, the most seconds per byte first."""
 
-    def __init__(
-        self, graph: StepGraph, call: int, kept: tuple[int, ...], pricing: Pricing, placement: Placement
-    ) -> None:
+    def __init__(self, pricing: Pricing, call: int, kept: tuple[int, ...], placement: Placement) -> None:
+        graph = pricing.graph
         first, end = graph.calls[call].first, graph.calls[call].end
         self.forward_s = sum(op.seconds for op in graph.ops[first:end])
         self._call, self._kept, self._pricing = call, kept, pricing
