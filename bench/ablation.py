@@ -85,7 +85,7 @@ def _not_spread() -> Any:
     def all_chains(self: Any) -> Iterator[Any]:
         for discount, narrow, share, coded in self._path_kinds:
             yield self._path(discount, narrow, coded), share, coded
-        if self._critical_points and self._movable_bytes:
+        if self.critical_points and self._movable_bytes:
             yield self._loads, eager_search._SHARES[-1], False
 
     return all_chains

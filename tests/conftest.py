@@ -84,7 +84,7 @@ def quick_fit(monkeypatch: pytest.MonkeyPatch, quick_search: None) -> None:
 
     The search leaves out segments and nested candidates, which take most of its time in a small step.
     """
-    monkeypatch.setattr(eager_search.EagerSearch, "_segmenting", None)
+    monkeypatch.setattr(eager_search.EagerSearch, "segmenting", None)
     monkeypatch.setattr(eager_search.EagerSearch, "_sample_budgets", [])
     monkeypatch.setattr(solve, "_MOST", 3)
     monkeypatch.setattr(solve, "_NUM_BUDGETS", 4)

@@ -109,7 +109,7 @@ class Job:
 
 
 # What `quick_fit` replaces: floors and budgets are those of the whole search in every test.
-_OF_WHOLE_SEARCH = [(EagerSearch, name, vars(EagerSearch)[name]) for name in ("_segmenting", "_sample_budgets")]
+_OF_WHOLE_SEARCH = [(EagerSearch, name, vars(EagerSearch)[name]) for name in ("segmenting", "_sample_budgets")]
 
 
 @functools.cache

@@ -110,7 +110,7 @@ def test_what_is_retained_is_worth_the_dispatch() -> None:
         hardware = replace(graph.hardware, dispatch_s=1 / (1 << seed % 5), spare_s=seed % 3 / 8)
         graph = replace(graph, hardware=hardware)
         search = EagerSearch(graph)
-        exploring = LocalSearch(graph, search._critical_points[0].pricing, search._nesting, 0, 100)
+        exploring = LocalSearch(graph, search.critical_points[0].pricing, search.nesting, 0, 100)
         (call,) = graph.calls_by_path["blocks.0"]
         held = tuple(op for op in range(8) if not graph.retainable.missing({call: (op,)}))  # not the last, saved one
         seconds = {

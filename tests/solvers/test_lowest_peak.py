@@ -21,13 +21,13 @@ GRAPHS = {"random": lambda seed: random_graph(seed, num_ops=40), "blocks": repea
 
 def some_plans(graph: StepGraph, search: EagerSearch, seed: int) -> list[Regions]:
     """Every single region, some pairs, and random regions of any nesting, some with outputs retained."""
-    rng, pricing = random.Random(seed), search._critical_points[0].pricing
+    rng, pricing = random.Random(seed), search.critical_points[0].pricing
     calls = [call for call, can in enumerate(pricing.replayable) if can]
     chosen = [*((call,) for call in calls), *list(combinations(calls, 2))[:100]]
     for _ in range(60):
         share = rng.choice((0.1, 0.3, 0.5, 0.8))
         chosen.append(tuple(call for call in calls if rng.random() < share))
-    found = [search._nesting.without_redundant(dict.fromkeys(each, ())) for each in chosen]
+    found = [search.nesting.without_redundant(dict.fromkeys(each, ())) for each in chosen]
     for regions in found[-30:]:
         outermost = graph.outermost(regions)
         for call in regions:
@@ -49,7 +49,7 @@ def test_no_plan_is_below_the_floor(kind: str, batch: int) -> None:
     for seed in range(10 * batch, 10 * batch + 10):
         graph = GRAPHS[kind](seed)
         search = EagerSearch(graph)
-        for regions in some_plans(graph, search, seed) if search._critical_points else ():
+        for regions in some_plans(graph, search, seed) if search.critical_points else ():
             num_tried += 1
             share = 1 - EagerIntervals(graph, regions).peak_bytes / search.floor.peak_bytes
             if share > 0:

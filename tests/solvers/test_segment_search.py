@@ -362,6 +362,6 @@ def test_checkpoints_on_any_number_of_first_or_last_blocks_are_baselines() -> No
     graph = repeated_blocks(0, num_blocks=20)
     blocks = all_blocks(graph)
     assert len(blocks) == 20
-    found = {tuple(regions) for _, regions in baseline_plans(graph, EagerSearch(graph)._nesting)}
+    found = {tuple(regions) for _, regions in baseline_plans(graph, EagerSearch(graph).nesting)}
     for number in range(1, 21):
         assert {tuple(blocks[:number]), tuple(blocks[-number:])} <= found

@@ -95,15 +95,20 @@ class EagerSearch:
         self._nested_known: dict[tuple[int, float, bool, Codecs], Candidate] = {}
         self._mover = OffloadSelector(graph, host, self._compression)
         self._movable_bytes = host
-        self._candidates: dict[tuple[object, ...], Candidate] = {}
+        self.candidates: dict[tuple[object, ...], Candidate] = {}
         self._recent: dict[tuple[object, ...], Timeline | EagerIntervals] = {}
+
+    @property
+    def limiting(self) -> EagerSearch:
+        """The search of the line that limits the plain step: this one."""
+        return self
 
     @cached_property
     def plain(self) -> Timeline:
         return simulate(self.graph)
 
     @cached_property
-    def _critical_points(self) -> list[CriticalPoint]:
+    def critical_points(self) -> list[CriticalPoint]:
         """At the plain step's peaks in backward and forward, and where the smallest hull point peaks."""
         ops = [op for op in (peak_op(self.plain, 2), peak_op(self.plain, 0)) if op >= 0]
         points = [critical_point_at(self.line, self.plain, op, self._compression) for op in dict.fromkeys(ops)]
@@ -121,9 +126,9 @@ class EagerSearch:
         replayed, everything they save is live. The critical point does not show that, so such regions can displace
         those of single layers: narrow paths, without them, come first.
         """
-        if not self._critical_points:
+        if not self.critical_points:
             return []
-        can = self._critical_points[0].pricing.replayable
+        can = self.critical_points[0].pricing.replayable
         narrow = any(map(all, zip(can, contains_layers(self.graph), strict=False)))
         kinds = [(discount, narrow, share, coded) for discount, share, coded in self._move_options]
         return [*kinds, (0.0, False, 0.0, False)] if narrow else kinds
@@ -131,7 +136,7 @@ class EagerSearch:
     def _path(self, discount: float, narrow: bool, coded: bool, is_spread: bool = False) -> HullPath:
         key = discount, narrow, coded
         if key not in self._paths:
-            pricing, points = self._critical_points[0].pricing, self._critical_points[0].hull
+            pricing, points = self.critical_points[0].pricing, self.critical_points[0].hull
             if discount or narrow or coded:
                 pricing = Pricing(
                     self.line, self.plain, pricing.at, discount, narrow, self._compression if coded else None
@@ -147,13 +152,13 @@ class EagerSearch:
             yield self._path(discount, narrow, coded), share, coded
             if share:
                 yield self._path(discount, narrow, coded, is_spread=True), share, coded
-        if self._critical_points and self._movable_bytes:
+        if self.critical_points and self._movable_bytes:
             yield self._loads, _SHARES[-1], False
 
     @cached_property
     def _loads(self) -> LinkLoads:
         last = self._first_path.regions(len(self._first_path) - 1)
-        return LinkLoads(self._critical_points[0].pricing, last)
+        return LinkLoads(self.critical_points[0].pricing, last)
 
     @property
     def _first_path(self) -> HullPath:
@@ -161,24 +166,24 @@ class EagerSearch:
         return self._path(discount, narrow, coded)
 
     @cached_property
-    def _nesting(self) -> Nesting:
-        return Nesting(self.graph, self._critical_points[0].pricing.replayable)
+    def nesting(self) -> Nesting:
+        return Nesting(self.graph, self.critical_points[0].pricing.replayable)
 
     @cached_property
-    def _segmenting(self) -> SegmentSearch | None:
-        points = self._critical_points
+    def segmenting(self) -> SegmentSearch | None:
+        points = self.critical_points
         return SegmentSearch(points[0].pricing, points[0].hull.choices) if points else None
 
     @cached_property
     def _segmented(self) -> list[Candidate]:
         """Candidates with segments."""
-        if self._segmenting is None:
+        if self.segmenting is None:
             return []
         shares, codecs = _SHARES if self._movable_bytes else (), self._all_codecs
         is_late = self.effort.is_over_after(1, len(self.graph.ops))
-        return list(map(self._judged, self._segmenting.candidates(is_late, self._mover, shares, codecs)))
+        return list(map(self.judged, self.segmenting.candidates(is_late, self._mover, shares, codecs)))
 
-    def _judged(self, found: Candidate) -> Candidate:
+    def judged(self, found: Candidate) -> Candidate:
         """A candidate with segments that was generated for one line, with its time on both lines."""
         if self.line is self.graph:
             return found
@@ -189,7 +194,7 @@ class EagerSearch:
 
     @cached_property
     def _baselines(self) -> list[tuple[float, Regions, Codecs]]:
-        plans = baseline_plans(self.line, self._nesting) if self._critical_points else []
+        plans = baseline_plans(self.line, self.nesting) if self.critical_points else []
         found: list[tuple[float, Regions, Codecs]] = [(seconds, regions, ()) for seconds, regions in plans]
         if self._compression is None:
             return found
@@ -229,7 +234,7 @@ class EagerSearch:
         for seconds, regions, codecs in self._baselines:
             least_s = self._visible_s(seconds)
             if fastest is None or not (is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
-                baseline = self._cost(regions, 0.0, codecs)
+                baseline = self.cost(regions, 0.0, codecs)
                 fastest = faster(fastest, baseline if baseline.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not is_late():
             others = (*self._explored, self._smallest)
@@ -256,9 +261,9 @@ class EagerSearch:
         those whose bounds are within the budget and below the fastest candidate. A result below its bounds is ignored,
         as it would depend on which budgets were solved before.
         """
-        if not self._critical_points:
+        if not self.critical_points:
             return []
-        path, pricing = self._first_path, self._critical_points[0].pricing
+        path, pricing = self._first_path, self.critical_points[0].pricing
         sizes = np.array([path.bytes(number) for number in range(len(path))])
         levels = np.linspace(sizes[0], sizes[-1], _NUM_NESTED + 1)[1:-1]
         numbers = sorted(set(np.searchsorted(-sizes, -levels).tolist()) - {len(path) - 1})
@@ -277,7 +282,7 @@ class EagerSearch:
         return nested + [(0.0, last_s, last, share, splits, codecs) for codecs, share, splits in ends]
 
     def _costs(self, path: HullPath | LinkLoads, share: float) -> Callable[[int], Candidate]:
-        return lambda number: self._cost(path.regions(number), share, path.codecs(number))
+        return lambda number: self.cost(path.regions(number), share, path.codecs(number))
 
     def _nested(self, number: int, share: float, splits: bool, codecs: Codecs) -> Candidate:
         """A candidate of the first path, split or nested where replays hold more than the critical point."""
@@ -285,15 +290,15 @@ class EagerSearch:
             return self._nested_known[key]
         path = self._first_path
         slack = (path.bytes(0) - path.bytes(len(path) - 1)) / _NUM_NESTED
-        level = self._critical_points[0].pricing.base_bytes + path.bytes(number) + slack
+        level = self.critical_points[0].pricing.base_bytes + path.bytes(number) + slack
         regions, apart = path.regions(number), splits
-        best = self._cost(regions, share, codecs)
+        best = self.cost(regions, share, codecs)
         for _ in range(_MOST_LEVELS):
             timeline = self._played(regions, share, codecs)
-            best = smaller(best, self._cost(regions, share, codecs)) or best
+            best = smaller(best, self.cost(regions, share, codecs)) or best
             now, level_now = regions, level - timeline.host_bytes
             if timeline.peak_bytes > level_now:
-                regions, apart = self._nesting.further(now, timeline, level_now, apart)
+                regions, apart = self.nesting.further(now, timeline, level_now, apart)
             if regions == now:
                 break
         self._nested_known[key] = best
@@ -302,11 +307,11 @@ class EagerSearch:
     @cached_property
     def _explored(self) -> list[Candidate]:
         """Candidates of `LocalSearch`, started from paths, baselines and nested candidates."""
-        smallest = self._smallest_of_regions if self._critical_points and len(self.graph.ops) <= MOST_OPS else None
+        smallest = self._smallest_of_regions if self.critical_points and len(self.graph.ops) <= MOST_OPS else None
         if smallest is None or smallest.peak_bytes >= self.plain.peak_bytes:
             return []
-        pricing, floor, plain = self._critical_points[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
-        search = LocalSearch(self.line, pricing, self._nesting, floor, plain)
+        pricing, floor, plain = self.critical_points[0].pricing, smallest.peak_bytes, self.plain.peak_bytes
+        search = LocalSearch(self.line, pricing, self.nesting, floor, plain)
         seeds: list[Regions] = [{}, *(regions for _, regions, codecs in self._baselines if not codecs)]
         for path, share, coded in self._all_paths():  # the same seeds with and without offload and codecs
             if not share and not coded:
@@ -318,20 +323,20 @@ class EagerSearch:
         num_events = len(self.graph.ops)
         search.explore([*seeds, smallest.regions], self.effort.is_over_after(2, num_events))
         candidates = search.candidates(self._line_cost, self.effort.is_over_after(4, num_events))
-        return [self._cost(each.regions, 0.0) for each in candidates if each.peak_bytes >= floor]
+        return [self.cost(each.regions, 0.0) for each in candidates if each.peak_bytes >= floor]
 
     def _line_cost(self, regions: Regions) -> Candidate:
         """The cost of regions on the line alone, as `LocalSearch` compares them."""
         if self.line is self.graph:
-            return self._cost(regions, 0.0)
+            return self.cost(regions, 0.0)
         played = EagerIntervals(self.line, regions)
         return Candidate(regions, 0.0, (), played.peak_bytes, played.extra_s)
 
-    def _cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Candidate:
+    def cost(self, regions: Regions, share: float, codecs: Codecs = ()) -> Candidate:
         key = (share, codecs, *sorted(regions.items()))
-        if key not in self._candidates:
+        if key not in self.candidates:
             self._played(regions, share, codecs)
-        return self._candidates[key]
+        return self.candidates[key]
 
     def _played(self, regions: Regions, share: float, codecs: Codecs = ()) -> Timeline | EagerIntervals:
         key = (share, codecs, *sorted(regions.items()))
@@ -343,7 +348,7 @@ class EagerSearch:
         else:
             played = EagerIntervals(self.graph, regions)
         self.effort.spend(len(played.ops), by_op=has_moves)
-        self._candidates[key] = Candidate(regions, share, codecs, played.peak_bytes, played.extra_s)
+        self.candidates[key] = Candidate(regions, share, codecs, played.peak_bytes, played.extra_s)
         self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
@@ -364,7 +369,7 @@ class EagerSearch:
         if self.plain.peak_bytes <= budget:
             return 0.0
         offset_s, movable = self._offset_s, self._movable_bytes
-        return max((point.least_s(budget, movable, offset_s) for point in self._critical_points), default=0.0)
+        return max((point.least_s(budget, movable, offset_s) for point in self.critical_points), default=0.0)
 
     @cached_property
     def floor(self) -> Timeline:
@@ -398,13 +403,13 @@ class EagerSearch:
         ends = self._ends(regions_only=True)
         if not ends or len(self.graph.ops) > MOST_OPS:
             return smaller(*ends)
-        search = LowestPeakSearch(self.graph, self._nesting, self._critical_points[0].pricing.may_keep)
-        return self._cost(search.lowest(ends, self.effort.is_over_after(1, len(self.graph.ops))), 0.0)
+        search = LowestPeakSearch(self.graph, self.nesting, self.critical_points[0].pricing.may_keep)
+        return self.cost(search.lowest(ends, self.effort.is_over_after(1, len(self.graph.ops))), 0.0)
 
     def _ends(self, *, regions_only: bool) -> list[Candidate]:
         """The candidates with small peaks of the other generators."""
         baselines = [(regions, codecs) for _, regions, codecs in self._baselines if not (regions_only and codecs)]
-        candidates = [self._cost(regions, 0.0, codecs) for regions, codecs in baselines]
+        candidates = [self.cost(regions, 0.0, codecs) for regions, codecs in baselines]
         for path, share, coded in self._all_paths():
             if not (regions_only and (share or coded)):
                 cost = self._costs(path, share)
@@ -438,7 +443,6 @@ class TwoLineSearch:
         host: int = 0,
         time_limit_s: float = 10.0,
         lossy: tuple[str, ...] = (),
-        kind: type[EagerSearch] = EagerSearch,
     ) -> None:
         lines = {name: graph.lines.of(name) for name in LINES}
         limit = graph.lines.limit
@@ -446,7 +450,8 @@ class TwoLineSearch:
         share_s = time_limit_s / len(tried)
         self.graph, self._lossy = graph, bool(lossy)
         self._searches = {
-            name: kind(graph, host, share_s, lossy, line=line_of(graph, share)) for name, share in _HOST_SHARES.items()
+            name: EagerSearch(graph, host, share_s, lossy, line=line_of(graph, share))
+            for name, share in _HOST_SHARES.items()
         }
         self._tried = [self._searches[name] for name in tried]
         self.limiting = self._searches[limit]  # the search of the line that limits the plain step

@@ -75,15 +75,19 @@ def search_for(
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: it must be {' or '.join(map(repr, ENGINES))}")
     host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
-    if engine == "eager" and graph.has_host_line:
-        return TwoLineSearch(graph, host_bytes, time_limit_s, codecs)
     if engine == "eager":
-        return EagerSearch(graph, host_bytes, time_limit_s, codecs)
+        return _eager_search(graph, host_bytes, time_limit_s, codecs)
     if codecs:
         raise PlanError("plans for the compiled engine compress no values: leave out lossy, or plan eagerly")
     if host_bytes:
         raise PlanError("plans for the compiled engine move no values yet: leave out host, or plan eagerly")
     return CompiledSearch(graph, time_limit_s)
+
+
+def _eager_search(
+    graph: StepGraph, host_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
+) -> EagerSearch | TwoLineSearch:
+    return (TwoLineSearch if graph.has_host_line else EagerSearch)(graph, host_bytes, time_limit_s, codecs)
 
 
 _NUM_BUDGETS = 16
@@ -171,7 +175,7 @@ def shortlist(
     host_bytes, codecs = parse_bytes(host), lossy_codecs(lossy)
     if host_bytes:
         time_limit_s /= 2
-    search, by_regions = _searches(graph, host_bytes, time_limit_s, codecs)
+    search = unmoved = _eager_search(graph, host_bytes, time_limit_s, codecs)
     found: list[ShortlistedPlan] = []
     error: InfeasibleBudgetError | None = None
     try:
@@ -181,13 +185,13 @@ def shortlist(
     if found and found[0].plan.is_plain:
         return found, None
     if host_bytes:
-        unmoved, by_regions = _searches(graph, 0, time_limit_s, codecs)
+        unmoved = _eager_search(graph, 0, time_limit_s, codecs)
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
-    found += by_regions.torch_checkpoints(budget, NEARLY if error is None else _NEARLY_IF_NONE_FITS)
+    found += _torch_checkpoints(unmoved.limiting, budget, NEARLY if error is None else _NEARLY_IF_NONE_FITS)
     found += _nearly(search, budget, found[0].plan if error is None else None)
-    found += by_regions.simple(budget)
+    found += _simple(unmoved.limiting, budget)
     if host_bytes:  # the bounds of a search without moves do not hold for plans with moves
         bound_s = search.lower_bound_s(budget)
         found = [
@@ -199,18 +203,6 @@ def shortlist(
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
     ranked = sorted(different.values(), key=lambda each: (not each.is_essential, each.plan.extra_s))[:_MOST]
     return sorted(ranked, key=lambda each: each.plan.extra_s), error
-
-
-def _searches(
-    graph: StepGraph, host_bytes: int, time_limit_s: float, codecs: tuple[str, ...]
-) -> tuple[EagerSearch | TwoLineSearch, _ShortlistSearch]:
-    """The search for a step, and the `_ShortlistSearch` in it: with two lines, that of the limiting one."""
-    if graph.has_host_line:
-        both = TwoLineSearch(graph, host_bytes, time_limit_s, codecs, _ShortlistSearch)
-        assert isinstance(both.limiting, _ShortlistSearch)
-        return both, both.limiting
-    search = _ShortlistSearch(graph, host_bytes, time_limit_s, codecs)
-    return search, search
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
@@ -226,77 +218,78 @@ def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | No
     return [ShortlistedPlan(LARGER, replace(plan, budget_bytes=budget, lower_bound_s=bound_s))]
 
 
-class _ShortlistSearch(EagerSearch):
-    """A search that also returns plans other than the fastest that fits."""
+def _simple(search: EagerSearch, budget: int) -> list[ShortlistedPlan]:
+    """Of the simulated candidates that fit, the fastest without nested regions and retained outputs."""
+    fitting = (each for each in search.candidates.values() if each.peak_bytes <= budget)
+    best = faster(*(each for each in fitting if _is_simple(search.graph, each)))
+    return [] if best is None else [ShortlistedPlan(SIMPLE, _plan_of(search, best, budget))]
 
-    def simple(self, budget: int) -> list[ShortlistedPlan]:
-        """Of the simulated candidates that fit, the fastest without nested regions and retained outputs."""
-        fitting = [each for each in self._candidates.values() if each.peak_bytes <= budget]
-        ranked = sorted(fitting, key=lambda each: (each.extra_s, each.peak_bytes))
-        best = next(filter(self._is_simple, ranked), None)
-        return [] if best is None else [ShortlistedPlan(SIMPLE, self._plan_of(best, budget))]
 
-    def torch_checkpoints(self, budget: int, nearly: float) -> list[ShortlistedPlan]:
-        """What users can write with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
+def _torch_checkpoints(search: EagerSearch, budget: int, nearly: float) -> list[ShortlistedPlan]:
+    """What users can write with torch's checkpoint: the fastest that fit, and faster ones that nearly fit.
 
-        Checkpoints on blocks, chains in equal parts, and selective checkpoints are ranked separately, because their
-        costs on the host differ. `nearly` is the share by which they may exceed the budget.
-        """
-        plans = {name: self._cost(regions, 0.0) for name, regions in self._checkpoints(budget) if regions}
-        in_parts = {} if self._segmenting is None else self._segmenting.equal_parts()
-        in_parts = {name: self._judged(each) for name, each in in_parts.items()}
-        selective = {name: each for name, each in plans.items() if name.startswith("selective")}
-        of_blocks = {name: each for name, each in plans.items() if name not in selective}
-        plans |= in_parts
-        chosen: dict[str, bool] = {}
-        for of_kind in (of_blocks, in_parts, selective):
-            fitting = faster(*(each for each in of_kind.values() if each.peak_bytes <= budget))
-            limit_s = fitting.extra_s - _NOTICEABLE * self.graph.step_s if fitting is not None else float("inf")
-            near = [each for each in of_kind.values() if budget < each.peak_bytes <= (1 + nearly) * budget]
-            near = [each for each in near if each.extra_s < limit_s]
-            wanted = [fitting, smaller(*near), faster(*near)]
-            names = [name for name, each in of_kind.items() if any(each is one for one in wanted)]
-            chosen |= dict.fromkeys(names, of_kind is not selective)
-        found = [
-            ShortlistedPlan(name, self._plan_of(plans[name], budget), is_essential)
-            for name, is_essential in chosen.items()
-        ]
-        if self.plain.peak_bytes <= (1 + nearly) * budget:
-            found.append(ShortlistedPlan("nothing", with_predictions(self.plain, budget, 0.0), is_essential=True))
-        return found
+    Checkpoints on blocks, chains in equal parts, and selective checkpoints are ranked separately, because their
+    costs on the host differ. `nearly` is the share by which they may exceed the budget.
+    """
+    plans = {name: search.cost(regions, 0.0) for name, regions in _checkpoints(search, budget) if regions}
+    in_parts = {} if search.segmenting is None else search.segmenting.equal_parts()
+    in_parts = {name: search.judged(each) for name, each in in_parts.items()}
+    selective = {name: each for name, each in plans.items() if name.startswith("selective")}
+    of_blocks = {name: each for name, each in plans.items() if name not in selective}
+    plans |= in_parts
+    chosen: dict[str, bool] = {}
+    for of_kind in (of_blocks, in_parts, selective):
+        fitting = faster(*(each for each in of_kind.values() if each.peak_bytes <= budget))
+        limit_s = fitting.extra_s - _NOTICEABLE * search.graph.step_s if fitting is not None else float("inf")
+        near = [each for each in of_kind.values() if budget < each.peak_bytes <= (1 + nearly) * budget]
+        near = [each for each in near if each.extra_s < limit_s]
+        wanted = [fitting, smaller(*near), faster(*near)]
+        names = [name for name, each in of_kind.items() if any(each is one for one in wanted)]
+        chosen |= dict.fromkeys(names, of_kind is not selective)
+    found = [
+        ShortlistedPlan(name, _plan_of(search, plans[name], budget), is_essential)
+        for name, is_essential in chosen.items()
+    ]
+    if search.plain.peak_bytes <= (1 + nearly) * budget:
+        found.append(ShortlistedPlan("nothing", with_predictions(search.plain, budget, 0.0), is_essential=True))
+    return found
 
-    def _checkpoints(self, budget: int) -> Iterator[tuple[str, Regions]]:
-        """Names and regions of checkpoints on blocks, and of selective checkpoints."""
-        if not self._critical_points:
-            return
-        graph, levels = self.graph, block_levels(self.graph)
-        for kind, blocks in zip(("block", "stage", "outer stage"), reversed(levels), strict=False):
-            yield f"a checkpoint per {kind}", self._tidied(blocks)
-            for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
-                yield f"every {nth} {kind}", self._tidied(every_kth(graph, blocks, step))
-        every = levels[-1] if levels else []
-        for limit in (budget, int((1 + NEARLY) * budget)):
-            for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
-                # The fewest blocks that fit: peaks fall with the number of recomputed blocks.
-                number = bisect_left(
-                    range(len(every) + 1), -limit, key=lambda n: -self._cost(self._tidied(part(n)), 0.0).peak_bytes
-                )
-                if number <= len(every):
-                    yield f"the {name} {number} blocks", self._tidied(part(number))
-        for name, held in reference_regions(graph).items():
-            if name.startswith("selective"):
-                yield name, self._nesting.without_redundant(held)
-                halved = {call: ops[1::2] for call, ops in held.items()}
-                yield "selective, every other matmul kept", self._nesting.without_redundant(halved)
 
-    def _tidied(self, calls: list[int]) -> Regions:
-        return self._nesting.without_redundant(dict.fromkeys(calls, ()))
+def _checkpoints(search: EagerSearch, budget: int) -> Iterator[tuple[str, Regions]]:
+    """Names and regions of checkpoints on blocks, and of selective checkpoints."""
+    if not search.critical_points:
+        return
+    graph, levels = search.graph, block_levels(search.graph)
+    for kind, blocks in zip(("block", "stage", "outer stage"), reversed(levels), strict=False):
+        yield f"a checkpoint per {kind}", _tidied(search, blocks)
+        for step, nth in ((2, "second"), (3, "third"), (4, "fourth")):
+            yield f"every {nth} {kind}", _tidied(search, every_kth(graph, blocks, step))
+    every = levels[-1] if levels else []
+    for limit in (budget, int((1 + NEARLY) * budget)):
+        for name, part in (("first", lambda n: every[:n]), ("last", lambda n: every[len(every) - n :])):
+            # The fewest blocks that fit: peaks fall with the number of recomputed blocks.
+            number = bisect_left(
+                range(len(every) + 1), -limit, key=lambda n: -search.cost(_tidied(search, part(n)), 0.0).peak_bytes
+            )
+            if number <= len(every):
+                yield f"the {name} {number} blocks", _tidied(search, part(number))
+    for name, held in reference_regions(graph).items():
+        if name.startswith("selective"):
+            yield name, search.nesting.without_redundant(held)
+            halved = {call: ops[1::2] for call, ops in held.items()}
+            yield "selective, every other matmul kept", search.nesting.without_redundant(halved)
 
-    def _is_simple(self, candidate: Candidate) -> bool:
-        if candidate.share or candidate.codecs or not candidate.regions or any(candidate.regions.values()):
-            return False
-        calls = [self.graph.calls[call] for call in sorted(candidate.regions)]
-        return all(one.end <= other.first for one, other in pairwise(calls))
 
-    def _plan_of(self, candidate: Candidate, budget: int) -> Plan:
-        return with_predictions(self.timeline_of(candidate), budget, self.lower_bound_s(budget))
+def _tidied(search: EagerSearch, calls: list[int]) -> Regions:
+    return search.nesting.without_redundant(dict.fromkeys(calls, ()))
+
+
+def _is_simple(graph: StepGraph, candidate: Candidate) -> bool:
+    if candidate.share or candidate.codecs or not candidate.regions or any(candidate.regions.values()):
+        return False
+    calls = [graph.calls[call] for call in sorted(candidate.regions)]
+    return all(one.end <= other.first for one, other in pairwise(calls))
+
+
+def _plan_of(search: EagerSearch, candidate: Candidate, budget: int) -> Plan:
+    return with_predictions(search.timeline_of(candidate), budget, search.lower_bound_s(budget))
