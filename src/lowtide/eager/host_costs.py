@@ -31,8 +31,6 @@ from lowtide.tracing.devices import EngineCosts, register
 # long per block. The tensors are small enough for the device to finish before the host.
 _BLOCKS, _WIDTH, _TOKENS = 12, 64, 8
 _ROUNDS, _IN_A_ROW = 5, 3
-# On the CPU the seconds of this thread, which computes alone; others take its core for milliseconds.
-_CLOCKS = {"cpu": time.thread_time}
 
 
 class _BenchBlock(nn.Module):
@@ -133,9 +131,11 @@ class _EngineBench:
 
     def _steps(self, model: nn.Module, count: int) -> tuple[float, float]:
         """Seconds of the fastest of `count` steps on the host, and of the fastest forward."""
-        clock = _CLOCKS.get(self._device.type, time.perf_counter)
         times: list[tuple[float, float]] = []
-        self._synchronize()
+        clock = time.thread_time  # of this thread, which computes alone on the CPU; others take its core
+        if self._device.type != "cpu":
+            clock = time.perf_counter
+            torch.accelerator.synchronize(self._device)
         for _ in range(count):
             start = clock()
             model.zero_grad(set_to_none=True)
@@ -146,10 +146,6 @@ class _EngineBench:
             out.sum().backward()
             times.append((clock() - start, end - begin))
         return min(step_s for step_s, _ in times), min(forward_s for _, forward_s in times)
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def _recompute(model: nn.Module, kept: tuple[int, ...] = ()) -> Plan:
