@@ -245,15 +245,12 @@ def _new_run(decisions: Decisions, is_counted: bool) -> ForwardRun:
 
 
 class CurrentRun(threading.local):
-    """The run of the current thread. Policies do not patch the model itself, and use `base` outside of any run.
-
-    `base` also has the open segments that forwards of one step share, and `step` numbers these forwards.
-    """
+    """The run of the current thread."""
 
     def __init__(self, decisions: Decisions = NO_DECISIONS) -> None:
         self.run: ForwardRun | None = None
-        self.base = ForwardRun(decisions)
-        self.step = StepForwards()
+        self.base = ForwardRun(decisions)  # of calls outside of any run, and with segments that forwards share
+        self.step = StepForwards()  # numbers these forwards
 
 
 class CallPart(NamedTuple):

@@ -296,10 +296,7 @@ class CapturedStep:
             raise CaptureError("a batch tensor requires gradients, which a captured step cannot give: run it eagerly")
 
     def _measure(self) -> None:
-        """Set `peak_bytes` and `pool_bytes`. Raises `InfeasibleBudgetError` if the peak is above the budget.
-
-        The pool counts as a whole, free blocks included, as nothing else can use it.
-        """
+        """Set `peak_bytes`, in which the pool counts as a whole, and `pool_bytes`. Raises if they exceed the budget."""
         torch.cuda.synchronize()
         self.pool_bytes = sum(each["total_size"] for each in self._segments())
         outside = self._outside_bytes(self._replaced_bytes())

@@ -233,19 +233,15 @@ _TIGHTENINGS = (0.6, 0.3, 0.0)
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A step that ran out of memory, and the plan that its batch ran with next. Peaks are predicted.
+    """A step that ran out of memory, and the plan that its batch ran with next. Peaks are predicted."""
 
-    `when_s` is in seconds since the epoch; `step` is the number of the call of `step()`, from 0. `allocated_bytes` is
-    the allocator's peak at that time; None on the CPU.
-    """
-
-    step: int
-    when_s: float
+    step: int  # the number of the call of `step()`, from 0
+    when_s: float  # since the epoch
     budget_before_bytes: int
     budget_after_bytes: int
     peak_before_bytes: int
     peak_after_bytes: int
-    allocated_bytes: int | None
+    allocated_bytes: int | None  # the allocator's peak at that time; None on the CPU
     error: str
 
 

@@ -60,15 +60,12 @@ logger = logging.getLogger("lowtide")
 
 @dataclass(frozen=True)
 class SplitStats:
-    """A module that runs in parts: its calls so far, and in how many of them its whole output was computed after all.
-
-    That happens where something other than a loss reads the logits.
-    """
+    """A module that runs in parts, and its calls so far."""
 
     path: str
     num_parts: int
     num_calls: int
-    num_whole: int
+    num_whole: int  # calls whose whole output was computed after all, as something other than a loss read the logits
 
 
 @dataclass(frozen=True)

@@ -117,16 +117,13 @@ _MOST_REMEMBERED = 4096  # shapes whose plan is looked up without a search
 
 @dataclass(frozen=True)
 class PlannedInputs:
-    """A plan with the shapes that it covers: `inputs` of the model, and `arguments` of `loss_fn`.
-
-    `inputs` is empty if the shapes are unknown, as for a plan from a file. `graph` is the traced step, if there is one.
-    """
+    """A plan with the shapes that it covers."""
 
     plan: Plan
     decisions: Decisions
-    inputs: tuple[Shapes, ...] = ()
-    arguments: tuple[Shapes, ...] = ()
-    graph: StepGraph | None = None
+    inputs: tuple[Shapes, ...] = ()  # of the model; empty if they are unknown, as for a plan from a file
+    arguments: tuple[Shapes, ...] = ()  # of `loss_fn`
+    graph: StepGraph | None = None  # the traced step
 
 
 @dataclass(frozen=True)
@@ -413,21 +410,16 @@ class Limits:
 
 @dataclass
 class Planner:
-    """Makes further plans for a model that has one.
-
-    `base` is the graph of the first plan, and `base_inputs` the model's input shapes in it. `correction_bytes`, the
-    measured minus the predicted peak of the first plan, is added to all predictions. Further plans have the `splits` of
-    the first.
-    """
+    """Makes further plans for a model that has one."""
 
     model: nn.Module
-    base: InitVar[StepGraph]
-    base_inputs: InitVar[Shapes]
+    base: InitVar[StepGraph]  # of the first plan
+    base_inputs: InitVar[Shapes]  # the model's, in that graph
     budget_bytes: int
     limits: Limits
-    correction_bytes: int
+    correction_bytes: int  # added to all predictions: the measured minus the predicted peak of the first plan
     optimizer: torch.optim.Optimizer | None
-    splits: tuple[Split, ...] = ()
+    splits: tuple[Split, ...] = ()  # of the first plan, and of all others
     ranks: Ranks = ALONE
     smallest: Plan | None = None  # the plan with the smallest peak, where several ranks share a plan
 

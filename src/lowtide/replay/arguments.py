@@ -75,18 +75,14 @@ class _Container(NamedTuple):
 
 
 class Arguments:
-    """The template of `(args, kwargs)`: its structure and values without the tensors. Made by `take`.
-
-    `objects` are the objects of unknown classes, `callables` the functions, methods and objects that may lead to
-    modules, `generators` the random generators. Each is None if there are none.
-    """
+    """The template of `(args, kwargs)`: its structure and values without the tensors. Made by `take`."""
 
     __slots__ = ("_args", "_kwargs", "callables", "generators", "has_containers", "objects")
 
     def __init__(self) -> None:
-        self.generators: list[torch.Generator] | None = None
-        self.objects: list[Any] | None = None
-        self.callables: list[Any] | None = None
+        self.generators: list[torch.Generator] | None = None  # None if there are none, as below
+        self.objects: list[Any] | None = None  # of unknown classes
+        self.callables: list[Any] | None = None  # functions, methods and objects that may lead to modules
         self.has_containers = False
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] | None = None
@@ -95,10 +91,7 @@ class Arguments:
     def take(
         cls, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None = None
     ) -> tuple[Arguments, list[Tensor]]:
-        """Return the template of some arguments and the list of their tensors, each once.
-
-        The template is that of the last call of `module` as a region, if it is the same.
-        """
+        """Return the template of some arguments, of the last call of `module` if it is the same, and their tensors."""
         if not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             return _ONE_TENSOR, [args[0]]
         tensors: list[Tensor] = []
@@ -389,10 +382,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor without its autograd history.
-
-    With its history, a later in-place change would make the tensor hold the graph that holds it: a reference cycle.
-    """
+    """Return an alias without the autograd history, by which a later in-place change would make a reference cycle."""
     if is_held_itself(tensor):
         return tensor
     alias = tensor.detach()

@@ -73,13 +73,10 @@ class Variable(NamedTuple):
 
 
 class CapturedState:
-    """Modules, tensors, generators and variables that a function reads.
-
-    `modules` maps each module to whether the function surely runs all of it.
-    """
+    """Modules, tensors, generators and variables that a function reads."""
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        self.modules: dict[nn.Module, bool] = {}
+        self.modules: dict[nn.Module, bool] = {}  # and whether the function surely runs all of each
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
         self.states: list[Any] = []  # random states and arrays

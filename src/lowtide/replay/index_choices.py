@@ -33,15 +33,12 @@ from lowtide.replay.op_facts import facts_of
 
 
 class IndexChoice(NamedTuple):
-    """The output of one op: its parts, None for floating-point ones, and a function that rebuilds it from parts.
-
-    `num_saves` is the number of tensors that the region had saved before.
-    """
+    """The output of one op."""
 
     op: Any
-    parts: list[Tensor | None]
-    build: Callable[[list[Any]], Any]
-    num_saves: int
+    parts: list[Tensor | None]  # None for floating-point ones
+    build: Callable[[list[Any]], Any]  # makes the output from such parts
+    num_saves: int  # by the region, before
 
 
 IndexChoiceLog = list[IndexChoice]

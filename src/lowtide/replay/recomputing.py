@@ -126,15 +126,11 @@ class Stop(BaseException):
 
 
 class StopAt(NamedTuple):
-    """Where a replay may stop: after the save with this index, of the autograd node with this number; -1 for nowhere.
+    """Where a replay may stop."""
 
-    `at_end`: nothing is left to compute after that save. Returning costs less than `Stop` does, which is raised in a
-    hook and passes through some twenty frames of torch.
-    """
-
-    save: int
-    node: int
-    at_end: bool = False
+    save: int  # the index of the save after which it may; -1 for nowhere
+    node: int  # the number of the autograd node that makes this save
+    at_end: bool = False  # nothing follows: returning costs less than `Stop`, which passes twenty frames of torch
 
 
 NO_STOP = StopAt(-1, 0)

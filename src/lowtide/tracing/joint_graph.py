@@ -75,32 +75,24 @@ _GATHERS = ("all_gather_into_tensor", "wait_tensor")
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What the seconds of one node depend on; symbolic sizes are replaced by their hints.
-
-    `moved_bytes` are read from and written to memory; for a node with the flag "fused", without values that stay in
-    registers.
-    """
+    """What the seconds of one node depend on; symbolic sizes are replaced by their hints."""
 
     node: fx.Node
     flags: tuple[str, ...]
     flops: int
-    moved_bytes: int
+    moved_bytes: int  # from and to memory; of a node with the flag "fused" without values that stay in registers
     dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
 class JointStep:
-    """A joint graph as a `StepGraph`, and the fx nodes it was made from: `nodes[i]` is that of forward op `i`.
-
-    `parts[i]` are the nodes that pick single outputs of that op. `views` are the forward's views of values it computes.
-    `makers` maps the name of each node to the op that computed its value.
-    """
+    """A joint graph as a `StepGraph`, and the fx nodes it was made from."""
 
     graph: StepGraph
-    nodes: tuple[fx.Node, ...]
-    parts: tuple[tuple[fx.Node, ...], ...]
-    views: tuple[fx.Node, ...]
-    makers: dict[str, int]
+    nodes: tuple[fx.Node, ...]  # of the forward ops
+    parts: tuple[tuple[fx.Node, ...], ...]  # nodes that pick single outputs of each forward op
+    views: tuple[fx.Node, ...]  # the forward's views of values that it computes
+    makers: dict[str, int]  # the op that computed the value of a node, by the node's name
 
 
 def joint_step(

@@ -73,11 +73,7 @@ class RawOp:
 
 @dataclass(slots=True)
 class RawValue:
-    """One storage: the op that made it (-1: before the step) and when Python dropped its last reference.
-
-    `num_aliases` counts the recorder's own references, one for each live saved tensor; `num_saved` those of them that
-    were saved in the forward.
-    """
+    """One storage: the op that made it (-1: before the step) and when Python dropped its last reference."""
 
     bytes: int
     kind: str
@@ -85,8 +81,8 @@ class RawValue:
     born: int
     storage: _compat.StorageReference | None
     dropped: int = -1
-    num_aliases: int = 0
-    num_saved: int = 0
+    num_aliases: int = 0  # the recorder's own references, one for each live saved tensor
+    num_saved: int = 0  # those of them that were saved in the forward
     item_bytes: int | None = None  # unknown until it is saved; 0: codecs cannot encode it
     row_length: int = 1
     is_settled: bool = False  # equal in every replay: integers, and results computed from settled values only
@@ -227,10 +223,8 @@ class ArgumentChanges:
 def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> dict[nn.Module, Any]:
     """Register `hook(module, args, kwargs)` as a forward pre-hook of modules, after the hooks they already have.
 
-    Returns the handles of the hooks.
-
-    torch's global pre-hook does not receive keyword arguments, so each module gets a hook. torch's own layers are left
-    out: they take tensors only, and some choose other kernels if they have hooks.
+    Returns the handles. torch's global pre-hook does not receive keyword arguments, so each module gets a hook. torch's
+    own layers are left out: they take tensors only, and some choose other kernels if they have hooks.
     """
 
     def may_change_objects(module: nn.Module) -> bool:

@@ -197,8 +197,7 @@ class _LiveBytes(_compat.DispatchMode):
     """Counts the bytes of tensors on the meta device that ops allocate and that are still referenced.
 
     `most_bytes` is their peak. An op that reads a number from a tensor (a norm, to scale by) returns 1.0, as no size
-    depends on it. A storage that is freed is subtracted by a finalizer, so an op costs the same however
-    many tensors are alive.
+    depends on it. A finalizer subtracts a freed storage, so an op costs the same however many tensors are alive.
     """
 
     def __init__(self, before_write: Callable[[Tensor | torch.Generator], None], block: int) -> None:
