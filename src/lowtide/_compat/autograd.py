@@ -444,9 +444,11 @@ def checkpoint_setting(name: str, default: bool) -> bool:
 
     Obsolete with public getters. A setting that this torch lacks is ignored: they save time or help to debug.
     """
-    attribute = {"early_stop": "_enable_checkpoint_early_stop", "debug_enabled": "_checkpoint_debug_enabled"}[name]
-    value: bool | None = getattr(torch_checkpoint_module, attribute, None)
+    value: bool | None = getattr(torch_checkpoint_module, _SETTINGS[name], None)
     return default if value is None else value
+
+
+_SETTINGS = {"early_stop": "_enable_checkpoint_early_stop", "debug_enabled": "_checkpoint_debug_enabled"}
 
 
 def selective_ops(mode: Any) -> tuple[Callable[..., Any], list[str], bool] | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,21 +131,10 @@ class Recorder(_compat.DispatchMode):
             self._polled[index] = value
         return index
 
-    def values_of(self, tensors: Iterator[Tensor]) -> tuple[int, ...]:
+    def values_of(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
         """Return the values of the tensors' storages; an unknown storage must have existed before the step."""
-        values: dict[int, None] = {}
-        for tensor in tensors:
-            for part in _compat.parts_of(tensor):
-                if self._is_from_collective(part):
-                    made = self._value_of(part, "activation", self.ops[-1].name, born=len(self.ops) - 1)
-                    self.ops[-1].outputs = (*self.ops[-1].outputs, made)
-                values[self._value_of(part, "constant", "", born=-1)] = None
-        return tuple(values)
-
-    def _is_from_collective(self, tensor: Tensor) -> bool:
-        """Return whether this is a buffer that gloo has allocated inside the collective that ran last, on the CPU."""
-        is_after_one = self.ops and self.device.type == "cpu" and self.ops[-1].name.startswith("c10d.")
-        return bool(is_after_one) and _compat.storage_id(tensor) not in self._by_storage
+        parts = (part for tensor in tensors for part in _compat.parts_of(tensor))
+        return tuple(dict.fromkeys(self._value_of(part, "constant", "", born=-1) for part in parts))
 
     def watch_gathered(self, tensors: list[Tensor], name: str) -> None:
         """Record when the memory of these tensors exists. FSDP gathers and frees the parameters of a unit in place.
@@ -210,13 +199,7 @@ class Recorder(_compat.DispatchMode):
         if not self._seen_through.issuperset(types):
             return NotImplemented  # a tensor subclass: its inner ops are dispatched to this mode
         if id(func) in _compat.BOOKKEEPING_IDS:
-            if func is _compat.DEVICE_QUERY and type(args[0]) is self._fake_type:
-                return args[0].device  # as the fake answers itself, without going through the dispatcher again
-            if self._shadows is None:
-                return func(*args, **kwargs)
-            out = _fake_kernels(func, args, kwargs)
-            self._shadows.follow(func, args, kwargs, out)
-            return out
+            return self._unrecorded(func, args, kwargs)
         is_answered, answer = self._shadows.number(func, args, kwargs) if self._shadows is not None else (False, None)
         facts = facts_of(func)
         name, flags = facts.name, facts.flags_of_call(args, kwargs)
@@ -226,30 +209,16 @@ class Recorder(_compat.DispatchMode):
         self._poll()
         index = len(self.ops)
         given = [part for tensor in tensors_in((args, kwargs)) for part in _compat.parts_of(tensor)]
-        inputs = self.values_of(iter(given))
+        inputs = self.values_of(given)
         mutated = facts.written_tensors(args, kwargs)
         if mutated and "mutates" not in flags:
             flags = (*flags, "mutates")
         is_reduction = "collective" in flags and self.num_forward >= 0  # such as of DDP's buckets: no need to restore
-        if self._before_write is not None:
-            for tensor in () if is_reduction else mutated:
-                if any(self._existed(value) for value in self.values_of(iter([tensor]))):
-                    self._before_write(tensor)
-            for item in (*args, *kwargs.values()):
-                if isinstance(item, torch.Generator):
-                    self._before_write(item)
+        self._report_writes(() if is_reduction else mutated, args, kwargs)
         call, forward_op = self._owner()
         allocated = self._meter()[0] if self._meter is not None else 0
         before = self._clock.mark()
-        if is_answered:
-            out = answer
-        elif self._shadows is not None:
-            out = _fake_kernels(func, args, kwargs)
-        elif self._mark is None:
-            out = func(*args, **kwargs)
-        else:
-            with torch.profiler.record_function(self._mark):
-                out = func(*args, **kwargs)
+        out = answer if is_answered else self._run(func, args, kwargs)
         self.marks.append((before, self._clock.mark()))
         if self._shadows is not None:
             out = as_kernels_lay_out(name, given, out)
@@ -275,7 +244,7 @@ class Recorder(_compat.DispatchMode):
                 call,
                 inputs,
                 outputs,
-                self.values_of(iter(mutated)) if mutated else (),
+                self.values_of(mutated) if mutated else (),
                 flags,
                 int(_compat.op_flops(func, args, kwargs, out)),
                 sum(tensor.nbytes for tensor in given) + sum(tensor.nbytes for tensor in made),
@@ -291,13 +260,42 @@ class Recorder(_compat.DispatchMode):
             self._note_in_place(given[0])
         return out
 
+    def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that computes nothing."""
+        if func is _compat.DEVICE_QUERY and type(args[0]) is self._fake_type:
+            return args[0].device  # as the fake answers itself, without going through the dispatcher again
+        if self._shadows is None:
+            return func(*args, **kwargs)
+        out = _fake_kernels(func, args, kwargs)
+        self._shadows.follow(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._shadows is not None:
+            return _fake_kernels(func, args, kwargs)
+        if self._mark is None:
+            return func(*args, **kwargs)
+        with torch.profiler.record_function(self._mark):
+            return func(*args, **kwargs)
+
+    def _report_writes(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> None:
+        """Report what existed before the step and is about to change."""
+        if self._before_write is None:
+            return
+        for tensor in tensors:
+            if any(self._existed(value) for value in self.values_of([tensor])):
+                self._before_write(tensor)
+        for item in (*args, *kwargs.values()):
+            if isinstance(item, torch.Generator):
+                self._before_write(item)
+
     def _note_in_place(self, first: Tensor) -> None:
         """Remember the last op if autograd may write its result over the first operand when no dispatch mode is active.
 
         These are the sums of gradients of a tensor that the forward used several times, and ops that fill a new tensor
         of zeros in the backward of another. A sum inside the backward of one node has its operands from that node.
         """
-        op, value = self.ops[-1], self.values[self.values_of(iter([first]))[0]]
+        op, value = self.ops[-1], self.values[self.values_of([first])[0]]
         if value.born < self.num_forward or value.bytes != self.values[op.outputs[0]].bytes:
             return
         maker = self.ops[value.born]
@@ -358,10 +356,7 @@ class Recorder(_compat.DispatchMode):
         return self.values[value].born < 0 and (self.values[value].kind, self.values[value].bytes) != ("parameter", 0)
 
     def _refuse_missing_device(self, name: str, kwargs: dict[str, Any]) -> None:
-        wanted = kwargs.get("device")
-        if wanted is None:
-            return
-        wanted = torch.device(wanted)
+        wanted = torch.device(kwargs.get("device") or "cpu")
         if wanted.type not in ("cpu", "meta", self.device.type) and _compat.accelerator() is None:
             raise TraceError(
                 f"{name} allocates on {wanted}, and this machine has none. Use the device of the batch in loss_fn "
@@ -379,7 +374,7 @@ class Recorder(_compat.DispatchMode):
             with _compat.without_modes():
                 alias = tensor.detach()
         saves = []
-        for index in self.values_of(iter([tensor])):
+        for index in self.values_of([tensor]):
             self.values[index].num_aliases += 1
             self.values[index].num_saved += self.num_forward < 0
             self.values[index].note_saved(tensor, is_plain=type(tensor) in self._seen_through)
@@ -504,7 +499,7 @@ class Recorder(_compat.DispatchMode):
 
     def note_gradient(self, gradient: Tensor, name: str) -> None:
         """Mark a leaf's gradient as such: it lives beyond the step and is not polled any more."""
-        for index in self.values_of(iter([gradient])):
+        for index in self.values_of([gradient]):
             value = self.values[index]
             if value.kind == "activation":
                 value.kind, value.name = "gradient", name
