@@ -6,7 +6,7 @@ and pickles it by name, Dynamo traces through it, hooks run outside of it, and n
 wrapper module would rename parameters, and `module.compile`'s slot is skipped under `torch.compile`.) When the layer is
 called, the handle runs its original forward inside the regions that the policy decided on (`eager.calls`).
 
-`handle.stats()` reports bytes that layers save, counted by `SavedBytes` in the first forward of each input shape.
+`handle.stats()` reports bytes that layers save, counted in the first forward of each input shape.
 """
 
 from __future__ import annotations
@@ -112,43 +112,36 @@ class AppliedStats:
         )
 
 
-class SavedBytes:
+@contextlib.contextmanager
+def reporting_saved_bytes(module: nn.Module, inputs: Iterable[Any], report: Callable[[int], None]) -> Iterator[None]:
     """Context manager that sums the bytes autograd saves inside it, and passes the sum to `report` at the end.
 
     Each storage counts once; parameters, buffers and the module's inputs do not count. Saved-tensor hooks that were in
     force before are called from these, as inner hooks would otherwise hide tensors from them.
     """
+    tensors = [*module.parameters(), *module.buffers(), *(value for value in inputs if isinstance(value, Tensor))]
+    others = {_compat.storage_id(tensor) for tensor in tensors if _compat.is_plain(tensor)}
+    # The references keep ids from being reused: storages that a checkpoint drops are freed at once.
+    sizes: dict[int, tuple[_compat.StorageReference, int]] = {}
+    outer = _compat.current_hooks()
 
-    def __init__(self, module: nn.Module, inputs: Iterable[Any], report: Callable[[int], None]) -> None:
-        others = [*module.parameters(), *module.buffers(), *(value for value in inputs if isinstance(value, Tensor))]
-        self._others = {_compat.storage_id(tensor) for tensor in others if _compat.is_plain(tensor)}
-        self._report = report
-        # The references keep ids from being reused: storages that a checkpoint drops are freed at once.
-        self._sizes: dict[int, tuple[_compat.StorageReference, int]] = {}
-        self._hooks: Any = None
+    @_compat.never_compiled
+    def pack(tensor: Tensor) -> Any:
+        if _compat.is_plain(tensor) and (storage := _compat.storage_id(tensor)) not in others:
+            sizes[storage] = (_compat.StorageReference(tensor), tensor.untyped_storage().nbytes())
+        return KeptHere(tensor) if outer is None else outer[0](tensor)
 
-    def __enter__(self) -> None:
-        outer, others, sizes = _compat.current_hooks(), self._others, self._sizes
+    @_compat.never_compiled
+    def unpack(packed: Any) -> Tensor:
+        return packed.restore() if outer is None else outer[1](packed)
 
-        @_compat.never_compiled
-        def pack(tensor: Tensor) -> Any:
-            if _compat.is_plain(tensor) and (storage := _compat.storage_id(tensor)) not in others:
-                sizes[storage] = (_compat.StorageReference(tensor), tensor.untyped_storage().nbytes())
-            return KeptHere(tensor) if outer is None else outer[0](tensor)
-
-        @_compat.never_compiled
-        def unpack(packed: Any) -> Tensor:
-            return packed.restore() if outer is None else outer[1](packed)
-
-        vars(pack)["passes_on_to"] = outer  # lets other code find the outer hooks
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        self._hooks.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
-        if exception[0] is None:
-            self._report(sum(size for _, size in self._sizes.values()))
-        self._sizes.clear()
+    vars(pack)["passes_on_to"] = outer  # lets other code find the outer hooks
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        report(sum(size for _, size in sizes.values()))
+    finally:
+        sizes.clear()  # autograd holds `pack`
 
 
 _MARK = "lowtide_region"  # attribute of a patched forward: its handle
@@ -401,7 +394,7 @@ class Applied(RegionRunner):
             return forward
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            with SavedBytes(region.module, args, report):
+            with reporting_saved_bytes(region.module, args, report):
                 return forward(*args, **kwargs)
 
         def report(num_bytes: int) -> None:
