@@ -127,15 +127,10 @@ def modes_now() -> Modes:
     """Return torch's present modes."""
     autocast: Autocast = ()
     if _compat.is_any_autocast_enabled():
-        kinds = _device_types()
+        accelerator = _compat.accelerator()
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
     return torch.get_default_dtype(), _compat.default_device(), autocast
-
-
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    accelerator = _compat.accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def _state_of(generator: torch.Generator) -> State:

@@ -29,7 +29,6 @@ from typing import NamedTuple
 import torch
 
 from lowtide import _compat
-from lowtide.errors import TraceError
 from lowtide.graph.step_graph import Hardware
 from lowtide.store.transfer import host_bytes
 from lowtide.units import own_version
@@ -76,14 +75,6 @@ def named_device(name: str) -> Hardware | None:
     """Return the device of that name (in any case) in the table, or None."""
     wanted = name.strip().lower()
     return next((device for known, device in DEVICES.items() if known.lower() == wanted), None)
-
-
-def unknown_device(name: object) -> TraceError:
-    """Return the error for a device that is neither torch's nor in the table."""
-    return TraceError(
-        f"{name!r} is neither a torch device nor in lowtide's table of devices: {', '.join(DEVICES)}. "
-        "Add one with lowtide.tracing.devices.register_device(Hardware(...))."
-    )
 
 
 def present_device(device: torch.device) -> Hardware:

@@ -36,6 +36,7 @@ from lowtide.snapshot import Restorer, note_change
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.devices import (
     CUBLAS_BYTES,
+    DEVICES,
     ENGINE_COSTS,
     EngineCosts,
     block_bytes,
@@ -46,7 +47,6 @@ from lowtide.tracing.devices import (
     present_device,
     read_allocator,
     trace_device,
-    unknown_device,
 )
 from lowtide.tracing.fakes import Faker, Shadows, uncache
 from lowtide.tracing.op_times import (
@@ -177,7 +177,10 @@ def step_on(
     try:
         target = trace_device(torch.device(device))
     except (RuntimeError, TypeError) as error:
-        raise unknown_device(device) from error
+        raise TraceError(
+            f"{device!r} is neither a torch device nor in lowtide's table of devices: {', '.join(DEVICES)}. "
+            "Add one with lowtide.tracing.devices.register_device(Hardware(...))."
+        ) from error
     if target.type != "cpu" and (here is None or here.type != target.type):
         raise TraceError(
             f"this machine has no {target}. To trace for a device that is not here, give its name: device='H100'."
