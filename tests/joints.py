@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lowtide import _compat
 from lowtide.graph import Hardware
-from lowtide.tracing.joint_graph import JointStep, NodeFacts, joint_step
+from lowtide.tracing.joint_graph import JointStep, joint_step
+from lowtide.tracing.trace_records import RawOp
 
 HARDWARE = Hardware("test", memory_bytes_per_s=1.0)
 
@@ -47,5 +48,5 @@ def joint_of(model: nn.Module, *args: Any, dynamic: bool | None = None, **kwargs
     return found[0]
 
 
-def moved_bytes(facts: NodeFacts) -> float:
-    return float(facts.moved_bytes)
+def moved_bytes(node: fx.Node, op: RawOp) -> float:
+    return float(op.moved_bytes)

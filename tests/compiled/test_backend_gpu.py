@@ -16,7 +16,8 @@ from compiled.test_backend import MLP, Stack
 from kernelless import PLENTY, session_of, squeeze
 from lowtide.api.compile import explain_compiled
 from lowtide.tracing.devices import link_bytes_per_s, present_device
-from lowtide.tracing.joint_graph import NodeFacts, node_costs
+from lowtide.tracing.joint_graph import node_costs
+from lowtide.tracing.trace_records import RawOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # whatever inductor has to say
 
@@ -103,19 +104,19 @@ def test_an_infeasible_budget_is_measured_first() -> None:
 def test_ops_are_timed_without_a_trace() -> None:
     """Random states are as they were; what does not fit into memory is foretold."""
 
-    def product(width: int) -> NodeFacts:
+    def product(width: int) -> tuple[fx.Node, RawOp]:
         graph = fx.Graph()
         x = graph.placeholder("x")
         x.meta["val"] = torch.empty(width, width, device="meta")
         node = graph.call_function(torch.ops.aten.mm.default, (x, x))
         node.meta["val"] = torch.empty(width, width, device="meta")
-        return NodeFacts(node, (), 2 * width**3, 12 * width**2, torch.float32)
+        return node, RawOp("", -1, (), (), (), (), 2 * width**3, 12 * width**2, torch.float32, forward_op=-1)
 
     device = torch.device("cuda", torch.cuda.current_device())
     seconds = node_costs(present_device(device), device)
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
-    assert 0 < seconds(product(64)) < 1
-    assert seconds(product(1 << 19)) > 1
+    assert 0 < seconds(*product(64)) < 1
+    assert seconds(*product(1 << 19)) > 1
     assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
 
 

@@ -73,15 +73,9 @@ _OWN_KERNELS = ("flex_attention",)
 _GATHERS = ("all_gather_into_tensor", "wait_tensor")
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What the seconds of one node depend on; symbolic sizes are replaced by their hints."""
-
-    node: fx.Node
-    flags: tuple[str, ...]
-    flops: int
-    moved_bytes: int  # from and to memory; of a node with the flag "fused" without values that stay in registers
-    dtype: torch.dtype | None
+# From a node and its op to its seconds. Sizes in the op are hints of symbolic ones; of a node with the flag "fused",
+# values that stay in registers are not in its `moved_bytes`.
+NodeSeconds = Callable[[fx.Node, RawOp], float]
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class JointStep:
 def joint_step(
     joint: fx.Graph,
     hardware: Hardware,
-    seconds_of: Callable[[NodeFacts], float],
+    seconds_of: NodeSeconds,
     is_parameter: Callable[[int], bool] = lambda position: False,
     is_backward: Callable[[fx.Node], bool] | None = None,
 ) -> JointStep:
@@ -116,7 +110,7 @@ class _Reader:
         self,
         joint: fx.Graph,
         hardware: Hardware,
-        seconds_of: Callable[[NodeFacts], float],
+        seconds_of: NodeSeconds,
         is_parameter: Callable[[int], bool],
         is_backward: Callable[[fx.Node], bool] | None,
     ) -> None:
@@ -185,8 +179,7 @@ class _Reader:
             return  # sizes, assertions
         flags = self._flags_of(node, is_forward)
         if "view" in flags:
-            source = self._first_tensor(node)
-            self._share(node, (source, None))
+            self._share(node, (_tensors_among_inputs(node)[0], None))
             if is_forward and self._values[self._value_of.get((node, None), 0)].born >= 0:
                 self._views.append(node)
             return
@@ -207,7 +200,7 @@ class _Reader:
     def _flags_of(self, node: fx.Node, is_forward: bool) -> tuple[str, ...]:
         """Flags of an op; "rerun" for one that a checkpoint of the user's recomputes, and for a gathered weight."""
         flags = _flags(node)
-        sources = [each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor)]
+        sources = _tensors_among_inputs(node)
         if not sources:  # a "view" of a number, as in the backward of `x * 1j`, makes a tensor
             flags = tuple(flag for flag in flags if flag != "view")
         if not is_forward:
@@ -223,9 +216,6 @@ class _Reader:
         if _compat.is_tagged_recomputed(node) and not {"collective", "view", "mutates"} & set(flags):
             return (*(each for each in flags if each not in ("random", "index")), "rerun")
         return flags
-
-    def _first_tensor(self, node: fx.Node) -> fx.Node:
-        return next(each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor))
 
     def _share(self, node: fx.Node, source: tuple[Any, Any]) -> None:
         """Let a node that is a view, or picks one output of an op, have the value of its source."""
@@ -273,14 +263,11 @@ class _Reader:
             else:
                 moved = sum(sum(map(_bytes, _tensors_of(each).values())) for each in (*node.all_input_nodes, node))
             dtype = next((value.dtype for value in _tensors_of(node).values()), None)
-            seconds = self._seconds_of(NodeFacts(node, op.flags, op.flops, moved, dtype))
-            self._ops[index] = replace(op, seconds=seconds)
+            alone = RawOp(op.name, -1, (), (), (), op.flags, op.flops, moved, dtype, forward_op=-1)
+            self._ops[index] = replace(op, seconds=self._seconds_of(node, alone))
 
     def _handed_out(self) -> dict[int, str]:
-        """Return the values that are outputs of the graph, as "gradient" (of a parameter) or "activation".
-
-        The backward's outputs are the gradients of the graph's inputs, in order.
-        """
+        """Return the graph's outputs, as "gradient" if of a parameter: the backward's are in the order of inputs."""
         results = list(_flat(self._output.args))
         num_inputs = sum("tangents" not in str(node.target) for node in self._inputs)
         first_gradient = len(results) - num_inputs
@@ -347,6 +334,10 @@ def _tensors_of(node: fx.Node) -> dict[int | None, Tensor]:
     return {part: item for part, item in items if isinstance(item, Tensor)}
 
 
+def _tensors_among_inputs(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.all_input_nodes if isinstance(_compat.value_of(each), Tensor)]
+
+
 def _bytes(value: Tensor) -> int:
     return int(_compat.hint(value.numel()) or 0) * value.element_size()
 
@@ -363,39 +354,37 @@ _ROUNDS = 5
 _measured: dict[tuple[str, ...], float | None] = {}
 
 
-def node_costs(hardware: Hardware, device: torch.device) -> Callable[[NodeFacts], float]:
+def node_costs(hardware: Hardware, device: torch.device) -> NodeSeconds:
     """Return a function that gives a node's seconds on a device: measured if possible, else predicted."""
 
-    def seconds(facts: NodeFacts) -> float:
-        if "fused" in facts.flags:
-            return facts.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
-        if device.type != "cpu" and not {"random", "opaque", "collective"} & set(facts.flags):
-            measured_s = _measured_s(facts, device)
+    def seconds(node: fx.Node, op: RawOp) -> float:
+        if "fused" in op.flags:
+            return op.moved_bytes / (hardware.memory_bytes_per_s * MEMORY_EFFICIENCY)
+        if device.type != "cpu" and not {"random", "opaque", "collective"} & set(op.flags):
+            measured_s = _measured_s(node, device)
             if measured_s is not None:
                 return measured_s
-        name = str(facts.node.target)
-        op = RawOp(name, -1, (), (), (), facts.flags, facts.flops, facts.moved_bytes, facts.dtype, forward_op=-1)
         return predicted_s(op, hardware)
 
     return seconds
 
 
-def _measured_s(facts: NodeFacts, device: torch.device) -> float | None:
+def _measured_s(node: fx.Node, device: torch.device) -> float | None:
     """Return a node's measured seconds, or None if it cannot run alone (out of memory, no kernel)."""
-    parts = (facts.node.target, device, *_compat.node_arguments(facts.node, _described))
+    parts = (node.target, device, *_compat.node_arguments(node, _described))
     key = tuple(map(str, parts))
     if key not in _measured:
         try:
             with _compat.without_fake_mode(), torch.random.fork_rng([device], device_type=device.type), torch.no_grad():
-                _measured[key] = _run(facts, device)
+                _measured[key] = _run(node, device)
         except (RuntimeError, TypeError, ValueError):  # RuntimeError: also out of memory, or no kernel
             _measured[key] = None
     return _measured[key]
 
 
-def _run(facts: NodeFacts, device: torch.device) -> float:
-    args, kwargs = _compat.node_arguments(facts.node, lambda value: _filled(value, device))
-    target: Any = facts.node.target
+def _run(node: fx.Node, device: torch.device) -> float:
+    args, kwargs = _compat.node_arguments(node, lambda value: _filled(value, device))
+    target: Any = node.target
     clock = clock_for(device)
     target(*args, **kwargs)
     marks = []
