@@ -133,11 +133,6 @@ def changes_its_input(function: Callable[..., Any]) -> ReplayError:
     )
 
 
-def inner_checkpoint(function: Callable[..., Any], torch_error: Exception) -> ReplayError:
-    """Return the error for a failed replay of torch's own checkpoint inside of a region."""
-    return ReplayError(f"{torch_error}\nregion: {describe(function)}")
-
-
 Difference = tuple[int, str, str]
 
 

@@ -145,7 +145,7 @@ class ActivationCheckpointer:
         slot = self._slot(i)
         value = self._states.get(slot)
         if value is None:
-            how = "was evicted" if self._states.was_evicted(slot) else "was not kept"
+            how = "was evicted" if slot in self._states.evicted else "was not kept"
             raise KeyError(f"layer {i} {how}; {self._kept_layers()}. recompute(i, ...) computes others again")
         return value
 

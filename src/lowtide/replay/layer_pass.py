@@ -83,7 +83,7 @@ class KeptStates:
         self.store = store
         self._name = f"checkpointer {next(_numbers)}"
         self._kept: dict[Hashable, _Kept] = {}
-        self._evicted: set[Hashable] = set()
+        self.evicted: set[Hashable] = set()
         self._worth: dict[Hashable, float] = {}  # cost per byte, the oldest first
         self.num_created = self.num_evicted = self.evicted_bytes = 0
         self._num_evicted_by_store = 0  # at the last `look` of a `put`; the store may be shared
@@ -108,7 +108,7 @@ class KeptStates:
         self.store.put(self._key(key), tensor, cost=cost, evictable=key != INPUT)
         self.num_created += key != INPUT and key not in self._kept
         self._kept[key] = _Kept(bytes_of(tensor), cost, is_array)
-        self._evicted.discard(key)
+        self.evicted.discard(key)
         if self.store.num_evicted != self._num_evicted_by_store:
             self._num_evicted_by_store = self.store.num_evicted
             self.look()
@@ -148,9 +148,6 @@ class KeptStates:
         for key in [key for key in self._kept if isinstance(key, int)]:
             self.drop(key)
 
-    def was_evicted(self, key: Hashable) -> bool:
-        return key in self._evicted
-
     def make_room(self, budget_bytes: int, key: Hashable, nbytes: int, cost: float | None) -> int | None:
         """Drop states with a lower cost per byte than this one until it fits; of equal ones the earlier stays.
 
@@ -175,7 +172,7 @@ class KeptStates:
         """Release everything and reset the counters."""
         for key in list(self._kept):
             self.drop(key)
-        self._evicted.clear()
+        self.evicted.clear()
         self._worth.clear()
         self.num_created = self.num_evicted = self.evicted_bytes = 0
 
@@ -202,7 +199,7 @@ class KeptStates:
             value = self.get(key)
             if value is not None:
                 new.put(key, value.clone() if deep and isinstance(value, Tensor) else value, kept.cost)
-        new._evicted, new._worth = set(self._evicted), dict(self._worth)
+        new.evicted, new._worth = set(self.evicted), dict(self._worth)
         new.num_created, new.num_evicted = self.num_created, self.num_evicted
         new.evicted_bytes = self.evicted_bytes
         return new
@@ -214,7 +211,7 @@ class KeptStates:
         self.store.release_later(self._key(key))
         self.num_evicted += 1
         self.evicted_bytes += kept.nbytes
-        self._evicted.add(key)
+        self.evicted.add(key)
 
     def _key(self, key: Hashable) -> Hashable:
         return (self._name, key)

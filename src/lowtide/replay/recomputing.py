@@ -233,10 +233,7 @@ def new_metadata(tensor: Tensor) -> Any:
 
 
 def guard(lost: list[tuple[str, Tensor]], name: Any) -> ReadGuard:
-    """Return a dispatch mode that raises if a replay reads a lost tensor, even by an op that does not run.
-
-    The state was captured because the function `name` may read it. A replay that does not read it is right.
-    """
+    """Return a dispatch mode that raises if a replay reads a lost tensor; one that does not is right."""
 
     def refuse(tensor: Tensor) -> None:
         raise divergence.mutated_state(name, next(what for what, each in lost if each is tensor))
@@ -260,9 +257,9 @@ class ReplayableCall:
 
     # fmt: off
     __slots__ = (
-        "_arguments", "_fingerprints", "_function", "_held", "_input_versions", "_is_done", "_module", "_mutated_path",
-        "_replay_function", "_requires_grad", "_unpack_input", "environment", "first_save", "links", "sequence",
-        "state",
+        "_arguments", "_fingerprints", "_function", "_held", "_input_versions", "_is_done", "_mutated_path",
+        "_replay_function", "_requires_grad", "_unpack_input", "environment", "first_save", "links", "module",
+        "sequence", "state",
     )
     # fmt: on
 
@@ -275,7 +272,7 @@ class ReplayableCall:
         links: dict[int, Link],
         first_save: int,
     ) -> None:
-        self._module, self._replay_function, self._arguments = module, replay, arguments
+        self.module, self._replay_function, self._arguments = module, replay, arguments
         self._function = function if replay is None else None  # it may hold much alive
         self.links, self.first_save = links, first_save
         self._is_done = False
@@ -284,17 +281,12 @@ class ReplayableCall:
     @property
     def name(self) -> Any:
         """The module or function that error messages name."""
-        return self._module if self._module is not None else self._function
-
-    @property
-    def module(self) -> nn.Module:
-        assert self._module is not None
-        return self._module
+        return self.module if self.module is not None else self._function
 
     def begin(self, tensors: list[Tensor], hooks: Hooks | None, *, preserve_rng_state: bool) -> None:
         """Capture the state that the forward will read."""
         self._hold(tensors, hooks)
-        arguments, module = self._arguments, self._module
+        arguments, module = self._arguments, self.module
         self._fingerprints = None if arguments.objects is None else list(map(Fingerprint, arguments.objects))
         if module is not None and arguments.callables is None:
             self.state: ModuleSnapshot | FunctionState = snapshot_of(module)
@@ -416,7 +408,8 @@ class ReplayableCall:
         except TorchCheckpointError as error:
             if isinstance(error, divergence.ReplayError):
                 raise
-            raise divergence.inner_checkpoint(self.name, error) from None
+            # Of torch's own checkpoint inside of this region.
+            raise divergence.ReplayError(f"{error}\nregion: {divergence.describe(self.name)}") from None
         except RuntimeError as error:
             if collector.is_stopped:
                 return None  # TorchScript's interpreter raises an error of its own in place of `Stop`
@@ -428,6 +421,6 @@ class ReplayableCall:
 
     def _call(self, scope: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
         if self._replay_function is not None:
-            return self._replay_function(scope, self._module, *args, **kwargs)
+            return self._replay_function(scope, self.module, *args, **kwargs)
         assert self._function is not None
         return self._function(*args, **kwargs)

@@ -268,10 +268,7 @@ class Frame:
         return is_last and _compat.saves_results(node) and not _is_distributed()
 
     def _run_again(self, tensors: list[Tensor], collector: Collector, mode: Any = None) -> Any:
-        """Replay the calls up to the last one with a needed save, or all while a profile is recorded.
-
-        `tensors` are the inputs of the first call. Returns the output of the last.
-        """
+        """Replay the calls up to the last with a needed save (all while profiling); return the last one's output."""
         calls = self.calls
         users: dict[Link, int] = {}  # the last call that uses an output of an earlier one
         made: dict[Link, Tensor] = {}  # these outputs

@@ -76,10 +76,7 @@ class RetainedOps:
         self.written_unseen: set[Op] | None = None  # None before the first replay has searched
 
     def frame(self, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: dict[int, Keep]) -> MakeFrame:
-        """Return the function that makes the frame of a region or segment which begins with these arguments.
-
-        `keeps` maps the positions of ops whose outputs are offloaded or compressed to the function that does it.
-        """
+        """Return what makes the frame of a region that begins with these arguments; `keeps` are by op position."""
         if self._num_mistakes >= _MAX_MISTAKES:
             return Frame
         values = (*args, *kwargs.values()) if kwargs else args
@@ -232,7 +229,8 @@ class RetainingFrame(Frame):
         collector = RetainingCollector(self._options, needed, stop)
         mode: CaptureProfileMode | RetainedOutputMode
         if self._profile is None:
-            mode = CaptureProfileMode(self._ops, [each for call in self.calls for each in call.module.parameters()])
+            modules = [call.module for call in self.calls if call.module is not None]
+            mode = CaptureProfileMode(self._ops, [each for module in modules for each in module.parameters()])
         else:
             mode = RetainedOutputMode(self, self._profile, collector)
         collector.mode = mode

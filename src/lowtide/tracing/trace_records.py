@@ -162,19 +162,13 @@ _MAX_DEPTH = 32
 _UNCHANGEABLE = (*CONSTANTS, torch.Generator, types.FunctionType, nn.Module)
 
 
+@dataclass
 class _TrackedObject:
     """An object passed to calls, with its fingerprint when it was last compared."""
 
-    def __init__(self, value: Any) -> None:
-        self.reference = weakref.ref(value)
-        self.fingerprint = Fingerprint(value)
-        self.names: dict[int, str] = {}  # of the argument, by call
-
-    def has_changed(self, value: Any) -> bool:
-        if self.fingerprint.still_holds(value):
-            return False
-        self.fingerprint = Fingerprint(value)
-        return True
+    reference: weakref.ref[Any]
+    fingerprint: Fingerprint
+    names: dict[int, str] = field(default_factory=dict)  # of the argument, by call
 
 
 class ArgumentChanges:
@@ -213,8 +207,9 @@ class ArgumentChanges:
     def _compare(self, value: Any) -> _TrackedObject:
         tracked = self._objects.get(id(value))
         if tracked is None or tracked.reference() is not value:
-            tracked = self._objects[id(value)] = _TrackedObject(value)
-        elif tracked.has_changed(value):
+            tracked = self._objects[id(value)] = _TrackedObject(weakref.ref(value), Fingerprint(value))
+        elif not tracked.fingerprint.still_holds(value):
+            tracked.fingerprint = Fingerprint(value)
             for call, name in tracked.names.items():
                 self.changed.setdefault(call, name)
         return tracked
