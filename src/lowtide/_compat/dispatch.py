@@ -115,10 +115,7 @@ def gives_views(op: Any) -> bool:
 
 
 def reveals_values(op: Any, args: Any, output: Any) -> bool:
-    """Return whether an op lets Python see values: as a number, in a shape, or by a copy to host memory.
-
-    Obsolete when torch tags every op that does.
-    """
+    """Return whether an op reveals values: as a number, a shape, or a copy on the host. Obsolete when torch tags it."""
     if op is _INDEX:
         return any(isinstance(index, Tensor) and index.dtype in _MASKS for index in args[1])
     if op in _COPIES:
@@ -141,10 +138,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def op_facts(op: Any) -> tuple[str, str, frozenset[int], bool, bool, bool]:
-    """Return an op's namespace, name, the indices of what it writes to, whether it is random, a view, of dynamic shape.
-
-    Obsolete with a public schema.
-    """
+    """Return namespace, name, written indices of an op; if random, a view, dynamic. Obsolete with a public schema."""
     aliases = [argument.alias_info for argument in op._schema.arguments]
     written = frozenset(index for index, alias in enumerate(aliases) if alias is not None and alias.is_write)
     is_random, is_dynamic = torch.Tag.nondeterministic_seeded in op.tags, torch.Tag.dynamic_output_shape in op.tags
@@ -173,10 +167,7 @@ class ReadGuard(DispatchMode):
 
 
 def under_functorch() -> bool:
-    """Return whether a torch.func transform is running.
-
-    Obsolete when torch.func supports saved-tensor hooks (https://github.com/pytorch/pytorch/issues/122729).
-    """
+    """Return whether torch.func transforms run. Obsolete when they support saved-tensor hooks (pytorch #122729)."""
     return _interpreter_stack() is not None
 
 
@@ -278,10 +269,7 @@ class OpNames(DispatchMode):
 
 
 class SynchronizingOps(DispatchMode):
-    """A dispatch mode that lists the ops that make the host wait for the device: `(op, where())` in `found`.
-
-    Obsolete when torch's sync debug mode names the op.
-    """
+    """Lists ops that make the host wait: `(op, where())` in `found`. Obsolete when torch's sync debug mode does."""
 
     def __init__(self, where: Callable[[], Any]) -> None:
         super().__init__()

@@ -45,19 +45,13 @@ def is_distributed_type(kind: type) -> bool:
 
 
 def wait_for_collective(output: Any) -> None:
-    """Wait until the results of a `c10d` op, which returned `output`, are written; on an accelerator, its stream waits.
-
-    Relies on `Work.unbox`; obsolete when ops of torch.distributed return their results.
-    """
+    """Wait until a `c10d` op has written; on an accelerator, its stream waits. Relies on `Work.unbox`."""
     work = output[-1] if isinstance(output, tuple | list) else output
     torch.distributed.distributed_c10d.Work.unbox(work).wait()
 
 
 def finished_collective(func: Any, written: Any) -> Any:
-    """Return what a `c10d` op returns for the tensors `written`, without communication.
-
-    Relies on `FakeWork`, `Work.boxed` and the schemas of these ops; obsolete likewise.
-    """
+    """Return what a `c10d` op returns for `written`, without running it. Relies on `FakeWork` and `Work.boxed`."""
     fake = required("torch._C._distributed_c10d.FakeWork", "results of collectives cannot be kept for replays")
     work = torch.distributed.distributed_c10d.Work.boxed(fake())
     return (written, work) if len(func._schema.returns) > 1 else work
@@ -205,10 +199,7 @@ def stays_gathered(module: nn.Module, model: nn.Module) -> bool:
 
 
 def is_before_backward_of_fsdp(hook: Any) -> bool:
-    """Return whether a tensor hook is the one by which FSDP2 gathers parameters before a backward.
-
-    It returns its gradient as it is. Relies on `FSDPState._pre_backward`; obsolete likewise.
-    """
+    """Return whether a tensor hook is FSDP2's gather before a backward. Relies on `FSDPState._pre_backward`."""
     owner = getattr(hook, "__self__", None)
     is_state = hasattr(owner, "_fsdp_param_groups") or hasattr(owner, "_fsdp_param_group")  # torch 2.11
     return is_state and getattr(hook, "__name__", "") == "_pre_backward"
@@ -246,10 +237,7 @@ def random_tracker_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_process_group(world: int) -> Iterator[None]:
-    """Initialise torch.distributed as rank 0 of `world` ranks that do not exist: collectives return at once.
-
-    Relies on torch.testing's `FakeStore` and the backend "fake"; obsolete when both are documented.
-    """
+    """Be rank 0 of `world` ranks that do not exist: collectives return at once. Relies on torch's `FakeStore`."""
     store = required("torch.testing._internal.distributed.fake_pg.FakeStore", "jobs cannot be simulated")
     torch.distributed.init_process_group("fake", store=store(), rank=0, world_size=world)
     try:
@@ -264,10 +252,7 @@ def pipeline_stages(schedule: Any) -> list[Any]:
 
 
 def pipeline_actions(schedule: Any) -> list[tuple[int, str]]:
-    """List what this rank runs in one step: the number of a stage, and "F", "B", "I" or "W" for the kind of pass.
-
-    Relies on `pipeline_order` and the fields of its actions; obsolete when schedules have a public iterator.
-    """
+    """List this rank's passes in a step: a stage's number, and "F", "B", "I" or "W". Relies on `pipeline_order`."""
     order = schedule.pipeline_order
     if order is None:
         return []

@@ -52,10 +52,7 @@ def restored_tags(graph: Any) -> Iterator[None]:
 
 
 def copied_module(module: Any) -> Any:
-    """Copy a graph module: the graph is copied, its tensors are shared.
-
-    Obsolete when `copy.copy` of a `GraphModule` copies its graph and the metadata of its output.
-    """
+    """Copy a graph module, not its tensors. Obsolete when `copy.copy` copies its graph and the output's metadata."""
     from torch.fx import Graph, GraphModule
 
     graph = Graph()
@@ -166,10 +163,7 @@ def written_inputs(joint: Any) -> list[Any]:
 
 
 def simplify_joint(joint: Any) -> None:
-    """Do what torch's partitioner does with a joint graph first: remove dead nodes, and of equal ones all but one.
-
-    Obsolete when the partitioner tells its choice before it splits the graph.
-    """
+    """Remove dead nodes and repeated ones, as torch's partitioner does first. Obsolete when it tells its choice."""
     joint.graph.eliminate_dead_code()
     if required("torch._functorch.config", _COMPILE).cse:
         joint.graph = required("torch._functorch.compile_utils.fx_graph_cse", _COMPILE)(joint.graph)

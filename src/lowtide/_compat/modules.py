@@ -134,10 +134,7 @@ def _rebound_cell(cell: types.CellType, again: Callable[[Any], Any]) -> types.Ce
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of `DistributedDataParallel` and of the wrapper that `torch.compile` returns.
-
-    Obsolete when `torch.compile` has a public name for the module that it wraps.
-    """
+    """Return the model inside of DDP and torch.compile's wrapper. Obsolete with a public name for what that wraps."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

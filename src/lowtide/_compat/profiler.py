@@ -213,10 +213,7 @@ class _ThreadEnd:
 
 
 class AllocationTrace:
-    """Allocations on the CPU from `start` on, with marks between them. Refused while another profiler is active.
-
-    Relies on the profiler's events, like `cpu_allocation_totals`. Obsolete likewise.
-    """
+    """Allocations on the CPU from `start` on, with marks between them. Obsolete like `cpu_allocation_totals`."""
 
     _MARK = "lowtide mark"
 

@@ -92,10 +92,7 @@ class PlanStats(AppliedStats):
 
 
 class AppliedPlan(Applied):
-    """The handle of a plan on a model. As for `Applied`, `enabled` switches it off and on, `remove()` takes it off.
-
-    A handle from `fit` makes further plans when larger inputs arrive; `plan` is the one used last.
-    """
+    """The handle of a plan on a model, as `Applied` is of a policy. `plan` is the one used last; `fit` makes others."""
 
     plan: Plan
     shapes: ShapePlans

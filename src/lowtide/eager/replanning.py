@@ -430,10 +430,7 @@ class Planner:
     def for_inputs(
         self, target: Shapes, seen: Shapes, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Plan, StepGraph, Shapes]:
-        """A plan for the model called with tensors of `target` shapes, or of the shapes `seen` if those fail.
-
-        Returns the plan, its graph, and the shapes that it covers.
-        """
+        """A plan, its graph and the shapes it covers, for `target` shapes of inputs, or `seen` ones if those fail."""
         inputs = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (args, kwargs))
         graph, target = _first_that_works(target, seen, inputs, lambda inputs: self._trace_copy(*inputs))
         loss_bytes = self._outside_bytes * num_elements(target) // self._base_elements

@@ -36,10 +36,7 @@ from lowtide.tracing.recorder import Recorder
 
 
 def module(model: object) -> nn.Module:
-    """Return the model, without wrappers such as `DistributedDataParallel` and that of `torch.compile` around it.
-
-    Raises `TypeError` if it is no `nn.Module`, or one that runs no Python code.
-    """
+    """Return the model inside of wrappers (DDP, torch.compile's). `TypeError` for one that runs no Python code."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):

@@ -276,10 +276,7 @@ def predicted_graph(
 
 
 def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], reports: bool = False) -> list[Recorder]:
-    """Record the step on fake tensors twice, or once if `can_stop` says so of the first recording.
-
-    If `reports`, errors of fake kernels too are raised as `FakeTraceError`.
-    """
+    """Record the step twice, or once if `can_stop` accepts that; `reports`: raise errors of fakes as our own."""
     model, args = step.model, step.args
     restorer = Restorer(model, step.loss_fn, tensors_in(args), step.device)
     wrappers = data_parallel.wrappers_of(model)
