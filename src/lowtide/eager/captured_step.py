@@ -122,7 +122,7 @@ class CapturedStep:
             return self._run_eagerly(args, adds)
         if adds and all(leaf.grad is None for leaf in graph.leaves.values()):
             adds = False
-        if adds and not graph.can_add and not self._can_add(key, graph):
+        if adds and graph.adding is None and not self._can_add(key, graph):
             return self._run_eagerly(args, adds)
         if adds:
             self._copy_gradients_of_other_graphs(graph)
@@ -255,7 +255,7 @@ class CapturedStep:
             graph.prepare_to_add()
             self._measure()
         except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
-            graph.drop_adding()
+            graph.adding = None
             self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
             return False
         return True

@@ -226,22 +226,15 @@ class CapturedGraph:
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
         self._fresh = self._captured(fill, adds=False)
-        self._adding: _Graph | None = None
-
-    @property
-    def can_add(self) -> bool:
-        return self._adding is not None
+        self.adding: _Graph | None = None  # adds to gradients
 
     def prepare_to_add(self) -> None:
         """Capture the graph that adds to gradients."""
-        self._adding = self._captured(None, adds=True)
-
-    def drop_adding(self) -> None:
-        self._adding = None
+        self.adding = self._captured(None, adds=True)
 
     def run(self, args: tuple[Any, ...], *, adds: bool) -> Tensor:
         """Run the graph on a batch and return a copy of the loss. With `adds`, gradients are accumulated."""
-        graph = self._adding if adds else self._fresh
+        graph = self.adding if adds else self._fresh
         assert graph is not None
         with torch.no_grad():
             for own, given in zip(self._inputs, tensors_in(args), strict=True):
