@@ -223,7 +223,7 @@ def op_flops(op: Any, args: Any, kwargs: Any, out: Any) -> Any:
     Obsolete when torch documents `torch.utils.flop_counter.flop_registry` and counts attention as kernels run it.
     """
     try:
-        if _is_attention(op):
+        if getattr(getattr(op, "overloadpacket", op), "__name__", "").startswith("_scaled_dot_product_"):
             return _attention_flops(op, args, kwargs)
         formula = _flop_formula(op)
         return 0 if formula is None else formula(*args, **kwargs, out_val=out)
@@ -239,10 +239,6 @@ def _flop_formula(op: Any) -> Any:
     if name.endswith("_") and not name.endswith("__"):
         other = getattr(torch.ops.aten, name[:-1], packet)
     return _flop_registry.get(packet, _flop_registry.get(other))
-
-
-def _is_attention(op: Any) -> bool:
-    return getattr(getattr(op, "overloadpacket", op), "__name__", "").startswith("_scaled_dot_product_")
 
 
 def _attention_flops(op: Any, args: Any, kwargs: Any) -> Any:

@@ -235,10 +235,6 @@ class ForwardRun:
         checkpoint = _compat.checkpoint_in_force()
         return ForwardRun(self.decisions, self.counts, checkpoint, self.opens, within, self.recorded)
 
-    def counts_of(self, paths: tuple[str, ...]) -> dict[str, int] | None:
-        """Calls of these modules so far: where a replay of the current call starts counting."""
-        return None if self.counts is None else {path: self.counts[path] for path in paths if path in self.counts}
-
 
 def _new_run(decisions: Decisions, is_counted: bool) -> ForwardRun:
     return ForwardRun(decisions, {} if is_counted else None)
@@ -308,7 +304,9 @@ class RegionRunner(ABC):
         again: Callable[..., Any] = region.replay
         if region.inner_paths or len(levels) > 1 or region.name in run.decisions.splits:
             within = run.within if number is None else run.within | {number}
-            part = CallPart(region, nth, levels[1:], within, run.decisions, run.counts_of(region.inner_paths))
+            counts = run.counts
+            before = None if counts is None else {path: counts[path] for path in region.inner_paths if path in counts}
+            part = CallPart(region, nth, levels[1:], within, run.decisions, before)
             function = functools.partial(self._run_part, part, run, module, forward)
             again = functools.partial(self._replay_part, part)
         input_hooks = self._hooks_for_inputs(run, region, nth, args, kwargs)

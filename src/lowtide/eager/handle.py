@@ -39,7 +39,7 @@ from lowtide.eager.calls import (
 from lowtide.eager.captured_step import CapturedStep
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.plans.step_plan import Plan, Recompute
-from lowtide.policies import Policy, Segment, check_limit, check_policy
+from lowtide.policies import Policy, check_limit, check_policy
 from lowtide.replay.checkpoint import checkpoint, store_hooks
 from lowtide.replay.recomputing import Hooks
 from lowtide.store.activation_store import ActivationStore, check_store
@@ -367,7 +367,9 @@ class Applied(RegionRunner):
             return forward(*args, **kwargs)
         run = run or self._thread.base
         levels = run.decisions.levels(region.name, 0)
-        if self._is_full() and not self._holds_no_input(run, levels[0], args, kwargs):
+        most, store = self._max_checkpoints, self._store
+        is_full = most is not None and store is not None and len(store) >= most
+        if is_full and not self._holds_no_input(run, levels[0], args, kwargs):
             return forward(*args, **kwargs)
         if levels[0].segment is not None and run.is_in_other_checkpoint():
             levels = tuple(level for level in levels if level.segment is None)
@@ -401,11 +403,6 @@ class Applied(RegionRunner):
             region.measured_shape, region.saved_bytes = shapes, num_bytes
 
         return measured
-
-    def _is_full(self) -> bool:
-        return (
-            self._max_checkpoints is not None and self._store is not None and len(self._store) >= self._max_checkpoints
-        )
 
     @staticmethod
     def _holds_no_input(run: ForwardRun, level: Level, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -456,7 +453,9 @@ def apply(
     check_limit(max_checkpoints)
     refuse_other_checkpointing(model)
     layers = find_regions(model, regions)
-    levels = levels_of(_as_plan(list(layers), policy.regions(len(layers), costs, bytes)))
+    segments, names = policy.regions(len(layers), costs, bytes), list(layers)
+    calls = ([(name, 0) for name in names[segment.start : segment.end + 1]] for segment in segments)
+    levels = levels_of(Plan(regions=tuple(Recompute(*first, more=tuple(more)) for first, *more in calls)))
     if max_checkpoints is not None and store is None:
         store = ActivationStore()
     chosen = [PatchedModule(name, layer, recomputed=name in levels) for name, layer in layers.items()]
@@ -465,12 +464,6 @@ def apply(
     handle.note_on_model()
     handle.switch_cache_off(model)
     return handle
-
-
-def _as_plan(layers: list[str], segments: list[Segment]) -> Plan:
-    """The plan that recomputes these segments of the layers."""
-    calls = ([(name, 0) for name in layers[segment.start : segment.end + 1]] for segment in segments)
-    return Plan(regions=tuple(Recompute(*first, more=tuple(more)) for first, *more in calls))
 
 
 def _forward_of(applied: Applied, region: PatchedModule) -> Callable[..., Any]:

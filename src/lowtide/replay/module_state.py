@@ -210,8 +210,10 @@ class ModuleTree:
             del slot.names[slot.key]
         for slot, value in zip(self.slots, values, strict=True):
             live = slot.names.get(slot.key, ABSENT)
-            if live is value or slot.key in _INTERNAL_NAMES or _is_swapped_by_sharding(live, value):
+            if live is value or slot.key in _INTERNAL_NAMES:
                 continue
+            if any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, value)):
+                continue  # FSDP2 swaps sharded and whole parameters itself in every forward
             if value is ABSENT:
                 slot.names.pop(slot.key, None)
             else:
@@ -229,11 +231,6 @@ def _is_plain_layer(module: nn.Module) -> bool:
 
 def _ids_of_modules(values: list[Any]) -> set[int]:
     return {id(value) for value in values if isinstance(value, nn.Module)}
-
-
-def _is_swapped_by_sharding(live: Any, recorded: Any) -> bool:
-    """Return whether one of the two is sharded: FSDP2 swaps sharded and whole parameters itself in every forward."""
-    return any(isinstance(each, Tensor) and _compat.is_sharded(each) for each in (live, recorded))
 
 
 class StateParts:
