@@ -112,7 +112,7 @@ def _changed(lazy: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
         return NotImplemented
     changed, columns = found
     chain, probe = lazy.chain, lazy.probe
-    if chain.order is not None and chain.order != changed.order:
+    if chain.aligned_with is not None and not chain.aligned_with.has_rows_of(changed):
         return NotImplemented  # tensors in the chain have one row for each row of the layout before
     if (columns.start, columns.stop, columns.step) != (0, layout.vocab_size, 1):
         chain = RowChain(lambda matrix, columns: matrix[:, columns], (chain, columns))
@@ -173,7 +173,7 @@ def _applied(function: Any, args: Any, kwargs: Any, call: Any) -> Any:
     if found is None:
         return NotImplemented
     layout, (args, kwargs), has_rows = found
-    chain = RowChain(function, args, kwargs, order=layout.order if has_rows else None)
+    chain = RowChain(function, args, kwargs, aligned_with=layout if has_rows else None)
     probe = _probe(chain)
     if tuple(probe.shape) != (0, layout.vocab_size):
         return NotImplemented
@@ -188,9 +188,7 @@ def _in_chain(tree: Any) -> tuple[RowLayout, Any, bool] | None:
     lazies = lazies_in(tree)
     layout = lazies[0].row_layout
     for other in lazies[1:]:
-        if other.row_layout.shape != layout.shape or other.row_layout.order != layout.order:
-            return None
-        if other.row_layout.vocab_dim != layout.vocab_dim:
+        if other.row_layout.vocab_dim != layout.vocab_dim or not _is_like(other, layout):
             return None
     if len({head.num_rows for lazy in lazies for head in lazy.chain.heads}) > 1:
         return None
@@ -227,6 +225,10 @@ def _named(names: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_lazy_alone(lazy: Any, rest: Any) -> bool:
     return isinstance(lazy, LazyLogits) and not lazies_in(rest)
+
+
+def _is_like(lazy: LazyLogits, layout: RowLayout) -> bool:
+    return lazy.row_layout.shape == layout.shape and lazy.row_layout.has_rows_of(layout)
 
 
 def _is_vocab(lazy: LazyLogits, dim: Any) -> bool:
@@ -268,7 +270,7 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     if tuple(index.shape[:-1]) != layout.row_shape or options.keys() - {"input", "dim", "index"}:
         return NotImplemented
     rows = AlignedRows(index.reshape(-1, index.shape[-1]))
-    chain = RowChain(torch.gather, (lazy.chain, -1, rows), order=layout.order)
+    chain = RowChain(torch.gather, (lazy.chain, -1, rows), aligned_with=layout)
     return layout.tensor_of(_row_values(layout, chain).view(-1, index.shape[-1]))
 
 
@@ -309,7 +311,7 @@ def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
     if target is None or (weight is not None and weight.requires_grad):
         return NotImplemented
     loss = functools.partial(function, weight=weight, ignore_index=ignored, reduction="none", **smoothing)
-    chain = RowChain(loss, (lazy.chain, target), order=layout.order)
+    chain = RowChain(loss, (lazy.chain, target), aligned_with=layout)
     if reduction == "none":
         return _row_values(layout, chain).view(layout.row_shape)
     divisor: Tensor | float = 1.0
@@ -321,8 +323,7 @@ def _class_loss(func: Any, args: Any, kwargs: Any) -> Any:
 def _target_rows(target: Any, layout: RowLayout) -> tuple[Any, bool]:
     """A target as an argument of a chain (None if there is no rule for it), and whether it has classes' numbers."""
     if isinstance(target, LazyLogits):
-        fits = target.row_layout.shape == layout.shape and target.row_layout.order == layout.order
-        return (target.chain if fits else None), False
+        return (target.chain if _is_like(target, layout) else None), False
     if not isinstance(target, Tensor):
         return None, False
     if not target.is_floating_point() and tuple(target.shape) == layout.row_shape:
@@ -353,6 +354,6 @@ def _kl_div(func: Any, args: Any, kwargs: Any) -> Any:
     if found is None:
         return NotImplemented
     layout, (pair, _), has_rows = found
-    chain = RowChain(loss, pair, order=layout.order if has_rows else None)
+    chain = RowChain(loss, pair, aligned_with=layout if has_rows else None)
     sizes = {"sum": 1, "batchmean": layout.shape[0], "mean": layout.num_rows * layout.vocab_size}
     return _loss(layout, RowChain(_row_sums, (chain,)), float(sizes[reduction]), _probe(chain).dtype)

@@ -5,8 +5,8 @@ Loss code reshapes logits before it reduces them: `logits[..., :-1, :].contiguou
 which have strides and no memory: `rows`, as if every element held the number of its row, and `cols`, the number of its
 column. A view of the logits is applied to both, and their strides tell what became of rows and columns. A view that
 mixes rows with columns, or that repeats rows, has no layout; the lazy tensor is then computed in full. After
-`contiguous()` or a `reshape` that copies, the elements are numbered anew, and the numbering so far becomes one of the
-`maps` from new row numbers to old ones.
+`contiguous()` or a `reshape` that copies, the elements are numbered anew, and the new numbers are those of rows of the
+layout before.
 
 A chain is a small expression. Its leaves are calls of output layers (`HeadCall`) and tensors that hold one row for each
 row of the logits; its nodes are torch functions that treat every row alike. `rows` evaluates it for the logits of some
@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ class AlignedRows:
 
 
 class RowChain:
-    """A function of some rows. `order` is the order of rows that its aligned tensors have; None if it has none."""
+    """A function of some rows. `aligned_with` is the layout of its aligned tensors; None if it has none."""
 
-    __slots__ = ("_args", "_autocast", "_function", "_kwargs", "_versions", "head", "heads", "order", "tensors")
+    __slots__ = ("_args", "_autocast", "_function", "_kwargs", "_versions", "aligned_with", "head", "heads", "tensors")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RowChain:
         kwargs: dict[str, Any] | None = None,
         *,
         head: HeadCall | None = None,
-        order: tuple[StridedMap, ...] | None = None,
+        aligned_with: RowLayout | None = None,
     ) -> None:
         self._function, self._args, self._kwargs, self.head = function, args, kwargs or {}, head
         self._autocast: Autocast = modes_now()[2]
@@ -66,8 +66,8 @@ class RowChain:
         self._versions += _compat.versions_of(own)
         heads = [head] if head is not None else [each for chain in inner for each in chain.heads]
         self.heads: list[HeadCall] = list(dict.fromkeys(heads))
-        orders = [chain.order for chain in inner if chain.order is not None]
-        self.order: tuple[StridedMap, ...] | None = orders[0] if orders else order
+        layouts = [chain.aligned_with for chain in inner if chain.aligned_with is not None]
+        self.aligned_with: RowLayout | None = layouts[0] if layouts else aligned_with
 
     def check_unchanged(self) -> None:
         """Raise if a tensor of the chain was changed in place since it was used: the results would be others."""
@@ -113,7 +113,7 @@ class RowChain:
 
         head = None if self.head is None else heads.setdefault(self.head, self.head.detached())
         args, kwargs = [swap(item) for item in self._args], {name: swap(item) for name, item in self._kwargs.items()}
-        other = known[id(self)] = RowChain(self._function, args, kwargs, head=head, order=self.order)
+        other = known[id(self)] = RowChain(self._function, args, kwargs, head=head, aligned_with=self.aligned_with)
         other._autocast = self._autocast
         return other
 
@@ -160,45 +160,16 @@ def hidden_saves() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-class StridedMap(NamedTuple):
-    """Maps position `i` of a grid of `sizes`, in row-major order, to a number: `offset` plus index times `strides`."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> StridedMap:
-        """The map with as few dimensions as possible, so that equal maps are equal tuples."""
-        merged: list[tuple[int, int]] = []
-        for size, stride in zip(sizes, strides, strict=True):
-            if size == 1:
-                continue
-            if merged and merged[-1][1] == stride * size:
-                merged[-1] = merged[-1][0] * size, stride
-            else:
-                merged.append((size, stride))
-        merged = merged or [(1, 1)]
-        return cls(tuple(size for size, _ in merged), tuple(stride for _, stride in merged), offset)
-
-    @property
-    def is_range(self) -> bool:
-        """Whether the numbers follow each other."""
-        return self.strides == (1,)
-
-    @property
-    def end(self) -> int:
-        """One more than the largest number."""
-        return self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + 1
-
-
 class RowLayout:
-    """The rows and columns of a lazy tensor of some shape. Immutable."""
+    """The rows and columns of a lazy tensor of some shape. Immutable.
 
-    __slots__ = ("_cols", "_maps", "_rows", "vocab_dim")
+    `before` is the layout whose rows `rows` are the numbers of; None: they are those of the head's output.
+    """
 
-    def __init__(self, rows: Tensor, cols: Tensor, maps: tuple[StridedMap, ...], vocab_dim: int) -> None:
-        self._rows, self._cols, self._maps, self.vocab_dim = rows, cols, maps, vocab_dim
+    __slots__ = ("_before", "_cols", "_rows", "vocab_dim")
+
+    def __init__(self, rows: Tensor, cols: Tensor, before: RowLayout | None, vocab_dim: int) -> None:
+        self._rows, self._cols, self._before, self.vocab_dim = rows, cols, before, vocab_dim
 
     @classmethod
     def of(cls, shape: tuple[int, ...], vocab_dim: int = -1) -> RowLayout:
@@ -222,10 +193,13 @@ class RowLayout:
     def num_rows(self) -> int:
         return math.prod(self.row_shape)
 
-    @property
-    def order(self) -> tuple[StridedMap, ...]:
-        """Identifies which rows there are, in which order. Tensors that are aligned with one layout fit all such."""
-        return _composed(self._maps, self._map())
+    def has_rows_of(self, other: RowLayout) -> bool:
+        """Whether both have the same rows, in the same order. A tensor that is aligned with one is with the other."""
+        if self is other or self.num_rows != other.num_rows:
+            return self is other
+        with _compat.without_modes():
+            one, two = (torch.as_tensor(each.positions(torch.device("cpu"))) for each in (self, other))
+            return torch.equal(one, two)
 
     def changed(self, view: Callable[[Tensor], Tensor]) -> tuple[RowLayout, slice] | None:
         """The layout after a view, and the columns that it selects; None if there is no layout for it."""
@@ -234,12 +208,12 @@ class RowLayout:
                 rows, cols = view(self._rows), view(self._cols)
             except RuntimeError:  # torch would have to copy, or the view does not exist: the real op will raise
                 return None
-        return _separated(rows, cols, self._maps)
+        return _separated(rows, cols, self._before)
 
     def compacted(self) -> RowLayout:
         """The layout after `contiguous()`: the same shape, with rows numbered anew."""
         fresh = RowLayout.of(self.shape, self.vocab_dim)
-        return RowLayout(fresh._rows, fresh._cols, self.order, self.vocab_dim)
+        return RowLayout(fresh._rows, fresh._cols, self, self.vocab_dim)
 
     def reshaped(self, view: Callable[[Tensor], Tensor]) -> tuple[RowLayout, slice] | None:
         """As `changed`, for an op that copies where no view exists."""
@@ -247,13 +221,15 @@ class RowLayout:
 
     def positions(self, device: torch.device) -> int | Tensor:
         """Where the rows of this layout are among those of the head's output: the first if they follow each other."""
-        maps = self.order
-        if all(each.is_range for each in maps):
-            return sum(each.offset for each in maps)
-        numbers = torch.arange(maps[0].end, device=device)
-        for each in maps:
-            numbers = numbers.as_strided(*each).reshape(-1)
-        return numbers
+        before = 0 if self._before is None else self._before.positions(device)
+        with _compat.without_modes():
+            rows = self._rows.select(self.vocab_dim, 0)
+        first = int(rows.storage_offset())
+        if isinstance(before, int):
+            if rows.is_contiguous():
+                return before + first
+            before = torch.arange(before, before + rows.untyped_storage().nbytes(), device=device)
+        return before.as_strided(rows.shape, rows.stride(), first).flatten().contiguous()
 
     def matrix_of(self, tensor: Tensor) -> Tensor | None:
         """A tensor of this shape as a matrix of rows, in order; None if that takes a copy."""
@@ -265,25 +241,6 @@ class RowLayout:
     def tensor_of(self, matrix: Tensor) -> Tensor:
         """The inverse of `matrix_of`: a matrix with one row per row of this layout, in the layout's shape."""
         return matrix.view(*self.row_shape, matrix.shape[-1]).movedim(-1, self.vocab_dim)
-
-    def _map(self) -> StridedMap:
-        dims = [dim for dim in range(self._rows.dim()) if dim != self.vocab_dim]
-        return StridedMap.of(
-            tuple(self._rows.shape[dim] for dim in dims),
-            tuple(self._rows.stride(dim) for dim in dims),
-            int(self._rows.storage_offset()),
-        )
-
-
-def _composed(maps: tuple[StridedMap, ...], last: StridedMap) -> tuple[StridedMap, ...]:
-    """The maps with `last` after them, which is merged with the one before if that is a range, or left out if it is the
-    identity."""
-    if not maps:
-        return (last,)
-    before = maps[-1]
-    if before.is_range:
-        return (*maps[:-1], last._replace(offset=last.offset + before.offset))
-    return maps if last == ((math.prod(before.sizes),), (1,), 0) else (*maps, last)
 
 
 @functools.lru_cache(maxsize=64)
@@ -297,10 +254,10 @@ def _contiguous(shape: tuple[int, ...], vocab_dim: int) -> RowLayout:
         rows = torch.empty(below, dtype=torch.int8, device="meta").as_strided(shape, strides)
         cols = torch.empty(shape[vocab_dim], dtype=torch.int8, device="meta")
         cols = cols.as_strided(shape, [int(dim == vocab_dim) for dim in range(len(shape))])
-    return RowLayout(rows, cols, (), vocab_dim)
+    return RowLayout(rows, cols, None, vocab_dim)
 
 
-def _separated(rows: Tensor, cols: Tensor, maps: tuple[StridedMap, ...]) -> tuple[RowLayout, slice] | None:
+def _separated(rows: Tensor, cols: Tensor, before: RowLayout | None) -> tuple[RowLayout, slice] | None:
     """The layout of a view and its columns, if one dimension has the columns and the others have distinct rows."""
     with_cols = [dim for dim in range(cols.dim()) if cols.stride(dim) and cols.shape[dim] > 1]
     if len(with_cols) != 1 or min(cols.shape) == 0:
@@ -313,4 +270,4 @@ def _separated(rows: Tensor, cols: Tensor, maps: tuple[StridedMap, ...]) -> tupl
         return None
     step, size, start = cols.stride(vocab_dim), cols.shape[vocab_dim], int(cols.storage_offset())
     fresh = RowLayout.of(tuple(cols.shape), vocab_dim)
-    return RowLayout(rows, fresh._cols, maps, vocab_dim), slice(start, start + (size - 1) * step + 1, step)
+    return RowLayout(rows, fresh._cols, before, vocab_dim), slice(start, start + (size - 1) * step + 1, step)
