@@ -206,7 +206,7 @@ def test_logits_that_are_read_are_not_split() -> None:
     graph = lowtide.trace(model, loss_fn, tokens())
     search = SplitSearch(TracedStep(model, loss_fn, [(tokens(),)], None, graph), Limits(split=True))
     assert not any(split.kind == "loss" for plan in search.plans(1 << 20) for split in plan.splits)
-    assert not search._facts[0]
+    assert not search._rows["loss"]
 
 
 def test_larger_inputs_are_planned_for_with_the_same_splits(model: Language, floor: int) -> None:

@@ -21,6 +21,7 @@ with some and the most parts of token-wise modules.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,7 +58,7 @@ _FEWEST_ROWS, _FEWEST_ROWS_ON_CPU = 128, 16
 # the loss, and the time of tracing and planning grows with them.
 _MOST_LOSS_PARTS, _MOST_TOKEN_OPS = 64, 12_000
 # Parts of the loss and of token-wise modules in the first trace, from which peaks of fewer parts are interpolated.
-_FIRST_LOSS_PARTS, _FIRST_TOKEN_PARTS = 16, 4
+_FIRST_PARTS = {"loss": 16, "tokens": 4}
 _MOST_SEARCHED_OPS = 3_000  # above, the floor is estimated from the usual checkpoints
 # Outputs and insides of modules below this share of the activations at the peak are not worth a split.
 _LEAST_SHARE = 0.002
@@ -178,10 +179,9 @@ class SplitSearch:
         hundreds of parts takes longer than everything else.
         """
         finest: Splits = ()
-        for number in self._loss_numbers[-1:]:
-            finest = self._losses(number if self.limits.split else min(number, _FIRST_LOSS_PARTS))
-        for number in self._token_numbers[-1:]:
-            finest = (*finest, *self._tokens(number if self.limits.split else min(number, _FIRST_TOKEN_PARTS)))
+        for kind, first in _FIRST_PARTS.items():
+            for most in self._numbers[kind][-1:]:
+                finest = (*finest, *self._parts(kind, most if self.limits.split else min(most, first)))
         if not finest:
             return 0
         graph = self.graph(finest)
@@ -241,10 +241,8 @@ class SplitSearch:
         """The splits to solve for: the fewest parts that fit and finer ones, or those of the smallest peaks."""
         base: Splits = ()
         chosen: list[Splits] = []
-        for parts, numbers, first in (
-            (self._losses, self._loss_numbers, _FIRST_LOSS_PARTS),
-            (self._tokens, self._token_numbers, _FIRST_TOKEN_PARTS),
-        ):
+        for kind, first in _FIRST_PARTS.items():
+            numbers, parts = self._numbers[kind], functools.partial(self._parts, kind)
             if not numbers:
                 continue
             whole, most = self._least_peak(base), min(first, numbers[-1])
@@ -287,18 +285,15 @@ class SplitSearch:
     # What can be split.
 
     @cached_property
-    def _loss_numbers(self) -> list[int]:
-        return self._numbers(max(self._facts[0].values(), default=0), _MOST_LOSS_PARTS)
-
-    @cached_property
-    def _token_numbers(self) -> list[int]:
-        graph, paths = self._plain, self._facts[1]
-        calls = [graph.calls[call] for path in paths for call in graph.calls_by_path[path]]
+    def _numbers(self) -> dict[str, list[int]]:
+        """Numbers of parts to try, powers of two, of the loss and of token-wise modules."""
+        graph, rows = self._plain, self._rows
+        calls = [graph.calls[call] for path in rows["tokens"] for call in graph.calls_by_path[path]]
         num_ops = 4 * sum(call.end - call.first for call in calls)  # forward, its replay and backward
-        return self._numbers(max(paths.values(), default=0), _MOST_TOKEN_OPS // max(1, num_ops))
+        most = {"loss": _MOST_LOSS_PARTS, "tokens": _MOST_TOKEN_OPS // max(1, num_ops)}
+        return {kind: self._powers(max(rows[kind].values(), default=0), most[kind]) for kind in rows}
 
-    def _numbers(self, num_rows: int, most: int) -> list[int]:
-        """Numbers of parts to try for so many rows: powers of two up to `most`."""
+    def _powers(self, num_rows: int, most: int) -> list[int]:
         most = min(most, num_rows // self._fewest_rows)
         return [1 << power for power in range(1, 20) if 1 << power <= most]
 
@@ -306,23 +301,20 @@ class SplitSearch:
     def _fewest_rows(self) -> int:
         return _FEWEST_ROWS_ON_CPU if self._plain.hardware.name == "cpu" else _FEWEST_ROWS
 
-    def _losses(self, number: int) -> Splits:
-        return tuple(Split(path, number) for path in self._facts[0])
-
-    def _tokens(self, number: int) -> Splits:
-        return tuple(Split(path, number, "tokens") for path in self._facts[1])
+    def _parts(self, kind: str, number: int) -> Splits:
+        return tuple(Split(path, number, kind) for path in self._rows[kind])
 
     @cached_property
-    def _facts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Output layers and token-wise modules that can be split, with the rows of each. Takes one trace."""
+    def _rows(self) -> dict[str, dict[str, int]]:
+        """The rows of output layers ("loss") and token-wise modules ("tokens") that can be split. Takes one trace."""
         rows = self._plausible_heads()
-        number = max(self._numbers(max(rows.values(), default=0), _FIRST_LOSS_PARTS), default=2)
+        number = max(self._powers(max(rows.values(), default=0), _FIRST_PARTS["loss"]), default=2)
         heads = tuple(Split(path, number) for path in rows)
         graph, runners, seen = self._record(heads)
         losses = {each.split.path: each.num_rows for each in runners if each.num_calls and not each.num_whole}
         if len(losses) == len(heads):
             self._add(heads, graph)
-        return losses, self._token_wise(seen)
+        return {"loss": losses, "tokens": self._token_wise(seen)}
 
     def _plausible_heads(self) -> dict[str, int]:
         """Linear layers outside of repeated blocks whose output matters at the peak, and about how many rows it has."""
