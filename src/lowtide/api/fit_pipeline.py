@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -94,17 +94,20 @@ def fit_pipeline(
     return handle
 
 
+@dataclass
 class _Stage:
-    """A stage with its microbatch, its plans from the fastest to the smallest, and what each of them holds."""
+    """A stage with its microbatch and its plans, from the fastest to the smallest.
 
-    def __init__(self, number: int, module: nn.Module) -> None:
-        self.number, self.module = number, module
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        self.graph: StepGraph | None = None
-        self.plans: list[Plan] = []
-        self.held: list[int] = []
-        self.extra: list[int] = []
+    `sizes` are the bytes that each plan holds of one microbatch between forward and backward, and takes on top of that.
+    """
+
+    number: int
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    graph: StepGraph | None = None
+    plans: list[Plan] = field(default_factory=list)
+    sizes: list[tuple[int, int]] = field(default_factory=list)
 
     def find_plans(self, time_limit_s: float) -> None:
         def loss_fn(args: Any, kwargs: Any) -> torch.Tensor:
@@ -115,19 +118,18 @@ class _Stage:
         by_hash = {plan_hash(plan): plan for plan in reversed(frontier.plans)}
         self.plans = [with_parameters(plan, self.module) for plan in by_hash.values()]
 
-    def weigh(self) -> None:
-        """Find what each plan holds of one microbatch between forward and backward, and takes on top of that."""
+    def use(self, plans: list[Plan]) -> None:
+        """Take these plans over, and find their sizes."""
         assert self.graph is not None
         fixed = sum(self.graph.static_bytes.values()) - self.graph.static_bytes["gradients"]
-        self.held, self.extra = [], []
-        for plan in self.plans:
+        self.plans, self.sizes = plans, []
+        for plan in plans:
             timeline = simulate(self.graph, plan)
             # Gradients of earlier microbatches exist already: they are part of what the rank holds anyway.
             live = timeline.total_bytes - timeline.live_bytes[:, KINDS.index("gradients")] - fixed
             num_forward = int((timeline.phases == PHASES.index("forward")).sum())
             held = max(0, int(live[min(num_forward, len(live) - 1)]))
-            self.held.append(held)
-            self.extra.append(max(0, int(live.max()) - held))
+            self.sizes.append((held, max(0, int(live.max()) - held)))
 
 
 class _PipelineFit:
@@ -222,8 +224,7 @@ class _PipelineFit:
                 made = [[replace(plan, graph=None) for plan in stage.plans] for stage in self._stages]
         plans = self._ranks.gathered(made, "plans of stages")[keys.index(key)]
         for stage, own in zip(self._stages, plans, strict=True):
-            stage.plans = own
-            stage.weigh()
+            stage.use(own)
         self._same = [rank for rank, other in enumerate(keys) if other == key]
 
     def _first_that_fits(self, first: int, missing_bytes: int) -> int:
@@ -246,14 +247,10 @@ class _PipelineFit:
 
     def _predicted(self, at: int) -> int:
         """The predicted peak of this rank with the plans at this position."""
-        chosen = {stage.number: min(at, len(stage.plans) - 1) for stage in self._stages}
-        by_number = {stage.number: stage for stage in self._stages}
-        held = max(
-            sum(num * by_number[number].held[chosen[number]] for number, num in counts.items())
-            for counts in self._in_flight
-        )
+        sizes = {stage.number: stage.sizes[min(at, len(stage.sizes) - 1)] for stage in self._stages}
+        held = max(sum(num * sizes[number][0] for number, num in counts.items()) for counts in self._in_flight)
         # One of the microbatches in flight is the one that runs: it is held already.
-        return self._fixed_bytes + held + max(stage.extra[chosen[stage.number]] for stage in self._stages)
+        return self._fixed_bytes + held + max(extra for _, extra in sizes.values())
 
     @cached_property
     def _state_bytes(self) -> int:

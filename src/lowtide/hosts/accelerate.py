@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from lowtide.errors import LowtideError
@@ -51,7 +52,7 @@ def prepare(
     prepared = accelerator.prepare(model, optimizer, loader, *others)
     model, optimizer, loader = prepared[:3]
     step = _LossOf(model, loss_fn or _own_loss)
-    found = [planning.on_device(batch, accelerator.device) for batch in planned.examples.of(loader)]
+    found = [send_to_device(batch, accelerator.device) for batch in planned.examples.of(loader)]
     batches = [(batch, *planning.held(batch, 0)) for batch in found]
     folder = None if accelerator.project_dir is None else Path(accelerator.project_dir) / planning.FOLDER
     was_training = model.training

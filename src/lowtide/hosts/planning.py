@@ -254,11 +254,6 @@ def mapped(function: Callable[[Tensor], Any], batch: Any) -> Any:
     return batch
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on `device`."""
-    return mapped(lambda tensor: tensor.to(device), batch)
-
-
 def held(batch: Any, num: int) -> list[Any]:
     """Batches that a host holds on the device beside `batch`: `num` copies of it. On the CPU it is one more.
 
