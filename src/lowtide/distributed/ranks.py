@@ -18,8 +18,9 @@ Without torch.distributed, or with one process, `Ranks` does nothing and costs n
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -219,8 +220,6 @@ class _Failure:
 
 
 ALONE = Ranks()
-_groups: dict[int, tuple[Any, Ranks]] = {}  # by the id of the process group that they accompany, which is kept
-_among: dict[tuple[int, ...], tuple[Any, Ranks]] = {}  # by their numbers in the job, whose process group is kept
 _current: ContextVar[Ranks] = ContextVar("ranks that decide together", default=ALONE)
 
 
@@ -236,23 +235,16 @@ def ranks_of(group: Any = None) -> Ranks:
     accompanied = distributed.group.WORLD if group is None else group
     if distributed.get_world_size(accompanied) == 1 or distributed.get_rank(accompanied) < 0:
         return ALONE
-    known = _groups.get(id(accompanied))
-    if known is None or known[0] is not accompanied:
-        members = distributed.get_process_group_ranks(accompanied)
-        known = _groups[id(accompanied)] = accompanied, _with_messages(members, accompanied)
-    return known[1]
+    return _with_messages(accompanied, tuple(distributed.get_process_group_ranks(accompanied)))
 
 
 def ranks_among(members: Iterable[int]) -> Ranks:
     """The ranks with these numbers in the job, this one among them. The first call for them is a collective."""
-    job, numbers = distributed.group.WORLD, tuple(sorted(members))
-    known = _among.get(numbers)
-    if known is None or known[0] is not job:
-        known = _among[numbers] = job, _with_messages(numbers, job)
-    return known[1]
+    return _with_messages(distributed.group.WORLD, tuple(sorted(members)))
 
 
-def _with_messages(members: Sequence[int], accompanied: Any) -> Ranks:
+@functools.cache
+def _with_messages(accompanied: Any, members: tuple[int, ...]) -> Ranks:
     timeout = 2 * _compat.group_timeout(accompanied)
     group = distributed.new_group(list(members), timeout=timeout, backend="gloo", use_local_synchronization=True)
     return Ranks(group)

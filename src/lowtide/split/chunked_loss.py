@@ -185,16 +185,16 @@ class _HeadPass:
         self._rows: Tensor = hidden.detach().reshape(-1, hidden.shape[-1])
         self._weight: Tensor = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)
-        self._for_hidden = self._for_weight = self._for_bias = None
+        self._sums: list[Tensor | None] = [None, None, None]  # gradients of hidden states, weight and bias
         self._is_first, self.needs_grad = True, any(needs)
         sum_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if needs[0]:
             make = torch.empty_like if layout.num_rows == len(self._rows) else torch.zeros_like
-            self._for_hidden = make(self._rows, memory_format=torch.contiguous_format)
+            self._sums[0] = make(self._rows, memory_format=torch.contiguous_format)
         if needs[1]:
-            self._for_weight = torch.empty_like(weight, dtype=sum_dtype, memory_format=torch.contiguous_format)
+            self._sums[1] = torch.empty_like(weight, dtype=sum_dtype, memory_format=torch.contiguous_format)
         if needs[2] and bias is not None:
-            self._for_bias = torch.zeros_like(bias, dtype=sum_dtype)
+            self._sums[2] = torch.zeros_like(bias, dtype=sum_dtype)
 
     def logits(self, start: int, end: int) -> Tensor:
         """The logits of some rows."""
@@ -209,24 +209,24 @@ class _HeadPass:
 
     def add(self, gradient: Tensor, start: int, end: int) -> None:
         """Take in the gradient of some rows' logits."""
-        if self._for_hidden is not None:
-            where, for_part = self._where, (gradient @ self._weight).to(self._for_hidden.dtype)
+        for_hidden, for_weight, for_bias = self._sums
+        if for_hidden is not None:
+            where, for_part = self._where, (gradient @ self._weight).to(for_hidden.dtype)
             if isinstance(where, int):
-                self._for_hidden[where + start : where + end] = for_part
+                for_hidden[where + start : where + end] = for_part
             else:
-                self._for_hidden.index_copy_(0, where[start:end], for_part)
-        if self._for_weight is not None:
-            _add_product(self._for_weight, gradient.t(), self._part(start, end), self._is_first)
+                for_hidden.index_copy_(0, where[start:end], for_part)
+        if for_weight is not None:
+            _add_product(for_weight, gradient.t(), self._part(start, end), self._is_first)
             self._is_first = False
-        if self._for_bias is not None:
-            self._for_bias += gradient.sum(0, dtype=self._for_bias.dtype)
+        if for_bias is not None:
+            for_bias += gradient.sum(0, dtype=for_bias.dtype)
 
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """The gradients of hidden states, weight and bias, times `factor`, in the types of these tensors."""
         found: list[Tensor | None] = []
-        for name, dtype in zip(("_for_hidden", "_for_weight", "_for_bias"), self._dtypes, strict=True):
-            sums: Tensor | None = getattr(self, name)
-            setattr(self, name, None)  # so that a copy in another type is not held beside it
+        for index, dtype in enumerate(self._dtypes):
+            sums, self._sums[index] = self._sums[index], None  # so that a copy in another type is not held beside it
             if sums is not None:
                 sums = (sums if factor is None else sums.mul_(factor)).to(dtype)
             found.append(sums)
