@@ -50,6 +50,11 @@ def test_shapes_and_types_are_known_without_values(head: nn.Linear) -> None:
 READS = {
     "argmax": lambda z: z.argmax(-1),
     "mask": lambda z: z[torch.tensor([[True, False, True, True, False]] * 2)],
+    "rows by their numbers": lambda z: z[torch.tensor([1, 0])],
+    "words by their numbers": lambda z: z[:, :, [2, 1]],
+    "a new dimension": lambda z: z[True],
+    "bytes": lambda z: z.view(torch.int8),
+    "bytes by name": lambda z: z.view(dtype=torch.int8),
     "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
     "topk": lambda z: z.topk(2).values,
     "stack": lambda z: torch.stack([z, z]),

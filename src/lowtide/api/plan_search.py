@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import os
-import tempfile
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -197,18 +197,14 @@ class FitCache:
             "candidates": [asdict(trial) for trial in trials],
         }
         content = {"format": FORMAT, "version": VERSION, "entries": {**entries, self._key: entry}}
+        unfinished = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex}")
         try:
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump(content, file, indent=1)
-                os.replace(name, self._path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
+            unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            unfinished.replace(self._path)
         except OSError as error:
             logger.warning("the cache %s cannot be written: %s", self._path, error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     def _entries(self) -> tuple[dict[str, Any], str]:
         """The entries of the file, and why it cannot be used (empty if it can)."""

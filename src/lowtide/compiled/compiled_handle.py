@@ -161,8 +161,7 @@ class CompiledHandle:
         The step is timed as a whole; the time without a budget is that of calls which run torch's own choice. None
         until each graph has run both.
         """
-        session, sequence = self.session, self.session.current
-        step_s = None if sequence is None else sequence.seconds_of(sequence.choice)
+        session, sequence, step_s = self.session, self.session.current, self.measured_step_s
         if sequence is None or step_s is None:
             return None
         plain_s = step_s

@@ -22,8 +22,8 @@ from lowtide.split.chunked_loss import per_row, total
 from lowtide.split.lazy_logits import HANDLERS, Handler, LazyLogits, lazies_in
 from lowtide.split.row_chain import AlignedRows, RowChain, RowLayout, aligned
 
-_VIEWS = "view unsqueeze squeeze transpose permute movedim swapaxes swapdims moveaxis narrow select view_as".split()
-_RESHAPES = "reshape flatten unflatten reshape_as".split()
+_VIEWS = "view unsqueeze squeeze transpose permute movedim swapaxes swapdims moveaxis narrow select __getitem__".split()
+_RESHAPES = "reshape flatten unflatten".split()
 _POINTWISE = (
     "float double half bfloat16 neg negative abs exp exp2 expm1 log log1p sqrt rsqrt square tanh sigmoid relu softplus "
     "logsigmoid gelu silu erf sin cos sign reciprocal clamp clamp_min clamp_max nan_to_num clone "
@@ -47,25 +47,18 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     lazy, *rest = args
     if not _is_lazy_alone(lazy, (rest, kwargs)):
-        if func.__name__ not in ("view_as", "reshape_as") or len(rest) != 1 or not isinstance(lazy, LazyLogits):
-            return NotImplemented
-        shape = tuple(rest[0].shape)
-        return _view(getattr(Tensor, func.__name__.removesuffix("_as")), (lazy, shape), {})
-    if any(isinstance(item, torch.dtype) for item in (*rest, *kwargs.values())):
+        return NotImplemented
+    if any(isinstance(item, torch.dtype) for item in (*rest, *kwargs.values())):  # another view of the same bytes
         return NotImplemented
     return _changed(lazy, func, tuple(rest), kwargs, copies=func.__name__ in _RESHAPES)
 
 
-@_handles("__getitem__")
-def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    lazy, index = args
-    items = index if isinstance(index, tuple) else (index,)
-    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+@_handles("view_as", "reshape_as")
+def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
+    lazy, other = args
+    if not isinstance(lazy, LazyLogits):
         return NotImplemented
-    if any(part is not None and not isinstance(part, int) for item in items if type(item) is slice
-           for part in (item.start, item.stop, item.step)):  # fmt: skip
-        return NotImplemented
-    return _changed(lazy, func, (index,), {}, copies=False)
+    return getattr(lazy, func.__name__.removesuffix("_as"))(other.shape)
 
 
 @_handles("contiguous")
