@@ -53,6 +53,7 @@ READS = {
     "rows by their numbers": lambda z: z[torch.tensor([1, 0])],
     "words by their numbers": lambda z: z[:, :, [2, 1]],
     "a new dimension": lambda z: z[True],
+    "some rows, each with a factor of its own": lambda z: (z * HIDDEN[..., :1])[:, 1:],
     "bytes": lambda z: z.view(torch.int8),
     "bytes by name": lambda z: z.view(dtype=torch.int8),
     "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
