@@ -46,7 +46,7 @@ LOSSES: dict[str, Loss] = {
         z.transpose(1, 2), y, weight=w, label_smoothing=0.1
     ),
     "softcapped": lambda z, y, w, t: plain_mean(torch.tanh(z / 30.0) * 30.0, y, w, t),
-    "z-loss": lambda z, y, w, t: plain_mean(z, y, w, t) + 1e-2 * torch.logsumexp(z, -1).square().mean(),
+    "z-loss": lambda z, y, w, t: plain_mean(z, y, w, t) + 1e-2 * torch.logsumexp(z, (-1,)).square().mean(),
     "distilled": lambda z, y, w, t: (
         F.kl_div(F.log_softmax(z / 2, dim=-1), F.softmax(t / 2, dim=-1), reduction="batchmean") * 4
     ),
@@ -54,6 +54,7 @@ LOSSES: dict[str, Loss] = {
     "gathered": lambda z, y, w, t: (
         -(z.log_softmax(-1).gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (y != -100)).sum() / 31
     ),
+    "mean of all": lambda z, y, w, t: (z.softmax(-1) * t).mean(),
     "probabilities": lambda z, y, w, t: F.cross_entropy(z.view(-1, WORDS), t.softmax(-1).view(-1, WORDS)),
     "per token": lambda z, y, w, t: F.cross_entropy(z.view(-1, WORDS), y.view(-1), reduction="none").mean(),
     "negative log-likelihood": lambda z, y, w, t: F.nll_loss(F.log_softmax(z, -1).view(-1, WORDS), y.view(-1)),

@@ -168,7 +168,7 @@ def _applied(function: Any, args: Any, kwargs: Any, call: Any) -> Any:
     layout, (args, kwargs), has_rows = found
     chain = RowChain(function, args, kwargs, aligned_with=layout if has_rows else None)
     probe = _probe(chain)
-    if tuple(probe.shape) != (0, layout.vocab_size):
+    if not isinstance(probe, Tensor):  # of `where` with one argument
         return NotImplemented
     return LazyLogits(chain, layout, probe, call)
 
