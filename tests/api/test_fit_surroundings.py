@@ -116,6 +116,49 @@ def test_parameters_that_a_forward_writes_are_as_before(is_tight: bool, has_grad
     check()
 
 
+class ShrinksItsWeight(nn.Module):
+    """Writes a trainable weight before its forward reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.9)
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_layers_that_write_their_trainable_weights_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    def run(budget: int | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ShrinksItsWeight() for _ in range(4)))
+        x, left, num_regions = torch.randn(256, 16), [], 0
+
+        def loss_fn(x: Tensor) -> Tensor:
+            return model(x).square().mean()
+
+        handle = None if budget is None else lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0)
+        for _ in range(2):
+            loss = loss_fn(x)
+            loss.backward()
+            left += [loss.detach(), *(t.clone() for p in model.parameters() for t in (p.detach(), p.grad))]
+            model.zero_grad()
+        if handle is not None:
+            num_regions = len(handle.plan.regions)
+            handle.remove()
+        return left, num_regions
+
+    model = nn.Sequential(*(ShrinksItsWeight() for _ in range(4)))
+    guess = lowtide.estimate(model, lambda x: model(x).square().mean(), torch.randn(256, 16))
+    plain, _ = run(None)
+    planned, num_regions = run(int(1.05 * guess.floor_bytes))
+    assert num_regions > 0
+    assert not caplog.records  # such as "the first 3 blocks cannot be used: parameter 'weight' was modified"
+    assert all(map(torch.equal, plain, planned))
+
+
 def memory_events(profiler: Any) -> list[tuple[str, int]]:
     return [(event.name, event.cpu_memory_usage) for event in profiler.events() if event.cpu_memory_usage]
 

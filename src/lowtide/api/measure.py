@@ -229,6 +229,8 @@ class RealSteps:
     def _measured(self, example: tuple[Any, ...], *, is_timed: bool) -> tuple[int, float]:
         """The peak of a whole step, and if `is_timed` the seconds of another one after it (else 0)."""
         with self._unchanged(example) as step:
+            if any(isinstance(each, nn.Parameter) and each.requires_grad for each in self._step.changed):
+                self._step.loss_fn(*example)  # regions copy such weights once a forward was seen to write them
             # In the first step, regions that retain outputs capture where autograd saves them, which takes more memory.
             # On an accelerator that step also allocates the workspaces of libraries, which stay allocated.
             first = measure(step, device=self._device) if self._device.type == "cpu" else step()
