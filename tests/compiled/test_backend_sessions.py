@@ -182,6 +182,45 @@ def test_the_recompile_limit_of_the_backend_is_said() -> None:
             step(PLENTY + extra)
 
 
+def test_saved_tensor_hooks_around_whole_steps_are_said_once() -> None:
+    """Also if they begin later; those around some steps, or some blocks of a step, leave a budget that holds."""
+
+    class Partly(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                x = self.blocks[0](x)
+            return self.blocks[1](x)
+
+    partly, model = (lowtide.compile(each, budget=PLENTY) for each in (Partly(MLP(), MLP()), stack()))
+    for each in (partly, model) * 4:
+        squared(each).backward()
+    with torch.autograd.graph.save_on_cpu():
+        squared(model).backward()
+    squared(model).backward()
+    with (
+        pytest.warns(UserWarning, match="inside of saved-tensor hooks.*budget does not apply") as caught,
+        torch.autograd.graph.save_on_cpu(),
+    ):
+        for _ in range(3):
+            squared(model).backward()
+    assert len(caught) == 1 and str(caught[0].message) in str(lowtide.handle_of(model))
+
+
+def test_blocks_that_are_not_called_as_modules_are_said_once() -> None:
+    class Around(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block.forward(x)
+            return x
+
+    model = lowtide.compile(Around(MLP(), MLP()), budget=1)
+    with pytest.warns(UserWarning, match=r"called none of the compiled blocks.*call block\(x\)") as caught:
+        for _ in range(4):
+            squared(model).backward()
+    assert len(caught) == 1 and str(lowtide.handle_of(model)) == str(caught[0].message)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
 def test_a_module_that_runs_eagerly_is_said_once() -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
     said = r"ran blocks.0 \(MLP\) eagerly.*fullgraph=True"

@@ -180,6 +180,25 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
     assert session_of(model).current.held_sizes[-1].gradient_bytes > 0
 
 
+def test_sparse_gradients_that_are_kept_count() -> None:
+    class Embedded(Stack):
+        def __init__(self) -> None:
+            super().__init__(MLP(), MLP())
+            self.embedding = nn.Embedding(64, 8, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.embedding(x))
+
+    model = lowtide.compile(Embedded(), budget=PLENTY)
+    for _ in range(4):
+        model(torch.arange(16)).square().mean().backward()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert sum(each.is_sparse for each in gradients) == 1
+    held = session_of(model).current.held_sizes[-1].gradient_bytes
+    assert held == sum(each.nbytes for each in gradients if not each.is_sparse)
+    assert lowtide.handle_of(model).measured_peak_bytes is not None
+
+
 def test_a_backward_that_failed_is_not_what_a_step_needs() -> None:
     """The peak of a step whose backward raised early says nothing of the next ones."""
     model = lowtide.compile(Stack(*(MLP() for _ in range(4))), budget=PLENTY)

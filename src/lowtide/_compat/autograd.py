@@ -380,7 +380,12 @@ def is_replayed() -> bool:
 
     Obsolete with public functions for both.
     """
-    return current_hooks() is not None or _current_graph_task() != -1
+    return current_hooks() is not None or is_in_backward()
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward. Obsolete likewise."""
+    return bool(_current_graph_task() != -1)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:

@@ -104,7 +104,7 @@ def compile(
     for module in blocks or [model]:
         enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
         _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    first = FirstForward(model, blocks, chooser, session.watch) if blocks else None
+    first = FirstForward(model, blocks, session) if blocks else None
     _by_model[model] = CompiledHandle(session, blocks or [model], first, head)
     session.release, session.model = _by_model[model].remove, weakref.ref(model)
     watch_sessions(session)
@@ -260,4 +260,4 @@ def _budget_on(budget: int | str, device: torch.device) -> int:
 
 def _tensor_bytes(model: nn.Module) -> int:
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors}.values())
+    return sum(map(_compat.local_bytes, {id(each): each for each in tensors}.values()))

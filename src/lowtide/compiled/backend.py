@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -162,7 +161,7 @@ class SessionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, before = self._session, _current.session
         num_graph_calls = session.num_graph_calls
-        _current.session, session.calling = session, self._module
+        _current.session, session.calling, session.has_called_module = session, self._module, True
         try:
             with _compat.without_bucket_graphs():
                 output = self._compiled(*args, **kwargs)
@@ -179,8 +178,7 @@ class SessionCall:
         if any(isinstance(each, torch.Tensor) and each.grad_fn is not None and id(each) not in known for each in made):
             path, kind = self._module
             limit = _stopped.get(self._function)
-            warn_unplanned(
-                self._session,
+            self._session.warn_unplanned(
                 f"torch.compile ran {path or 'the model'} ({kind}) eagerly, without a compiled graph, so it saves "
                 "whatever autograd saves: its memory budget does not apply. TORCH_LOGS=graph_breaks,recompiles says "
                 "why; lowtide.compile(..., fullgraph=True) makes it an error"
@@ -214,13 +212,6 @@ def watch_sessions(session: Session) -> None:
     _limit_watch.attach()
 
 
-def warn_unplanned(session: Session, message: str) -> None:
-    """Warn, once per session. The handle prints the message too."""
-    if session.unplanned is None:
-        session.unplanned = message
-        warnings.warn(message, stacklevel=3)
-
-
 _stopped: dict[str, str] = {}  # functions that Dynamo runs eagerly, and the limit that each has reached
 
 
@@ -229,7 +220,7 @@ def _stopped_compiling(function: str, limit: str) -> None:
     for session in list(SESSIONS):
         running = _current.session
         if session is running or (running is None and any(function in graph.functions for graph in session.graphs)):
-            warn_unplanned(session, _limit_message(function, limit))
+            session.warn_unplanned(_limit_message(function, limit))
 
 
 def _limit_message(function: str, limit: str) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.backend import SESSIONS, warn_unplanned
+from lowtide.compiled.backend import SESSIONS
 from lowtide.compiled.call_sequences import CallSequence
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.planned_graph import PlannedGraph
@@ -141,8 +141,7 @@ class CompiledHandle:
         kept = [reference for reference in self._compiled if reference() not in modules]
         num_taken, self._compiled = len(self._compiled) - len(kept), kept
         if num_taken and not self.is_removed:
-            warn_unplanned(
-                self.session,
+            self.session.warn_unplanned(
                 f"{counted(num_taken, 'module')} of a model that was compiled within {self.session.budget} "
                 "became part of a model that was compiled later, and now follow the budget of that one only. Compile "
                 "one model that contains both, or give each of them blocks of its own",
@@ -242,7 +241,6 @@ class CompiledHandle:
         return NOTHING_YET if self.is_removed else describe(self.session)
 
 
-ALL_REPLAYED = "all calls of compiled graphs were inside of checkpoints, which drop what graphs save: no plan is needed"
 NOTHING_YET = "nothing compiled for training yet: run a step first"
 
 
@@ -250,7 +248,7 @@ def describe(session: Session) -> str:
     """The budget, the peak, the slowdown and the variant of every call, as text."""
     sequence = session.current
     if sequence is None:
-        return session.unplanned or (ALL_REPLAYED if session.graphs else NOTHING_YET)
+        return session.unplanned or NOTHING_YET
     choice, instances = sequence.choice, session.instances_of(sequence)
     step_s = max(sum(graph.step_s for graph in instances), 1e-12)
     peaks = sequence.peaks

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.compiled.backend import without_warnings
-from lowtide.compiled.step_profile import CompileWatch
-from lowtide.compiled.variant_choice import VariantChooser
+from lowtide.compiled.session import Session
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.simulator.timeline import PHASES, Timeline, simulate
@@ -86,10 +85,13 @@ logger = logging.getLogger("lowtide")
 
 
 class FirstForward:
-    """A forward pre-hook that traces the model once and removes itself. In copies of the model it does nothing."""
+    """A forward pre-hook that traces the model once and removes itself. In copies of the model it does nothing.
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], chooser: VariantChooser, watch: CompileWatch) -> None:
-        self._blocks, self._chooser, self._watch = blocks, chooser, watch
+    Warns if the forward that follows calls none of the blocks as modules.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], session: Session) -> None:
+        self._blocks, self._session = blocks, session
         # First, with the caller's arguments: hooks that change them run again in the trace.
         self.remove = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True).remove
 
@@ -98,16 +100,32 @@ class FirstForward:
         if not torch.is_grad_enabled() or not self._blocks:
             return
         self.remove()
+        session, chooser = self._session, self._session.chooser
         # Hooks on all modules, and the stance, hold for all threads.
-        with _compat.compile_lock(), self._watch.planning(), without_warnings():
-            self._chooser.surroundings = _traced(model, self._blocks, args, kwargs, self._chooser.optimizer)
+        with _compat.compile_lock(), session.watch.planning(), without_warnings():
+            chooser.surroundings = _traced(model, self._blocks, args, kwargs, chooser.optimizer)
         self._blocks = []
+        session.has_called_module = False  # other than in the trace
+        self.remove = model.register_forward_hook(self._check, always_call=True).remove
+
+    @_compat.disable_dynamo
+    def _check(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.remove()
+        if output is not None and not self._session.has_called_module:  # None after an error
+            self._session.warn_unplanned(_NONE_CALLED)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _no_trace
 
     def __reduce__(self) -> Any:
         return getattr, (_no_trace, "__call__")
+
+
+_NONE_CALLED = (
+    "the first training forward called none of the compiled blocks as modules, so these run uncompiled and save "
+    "whatever autograd saves: the memory budget does not apply. Code that calls block.forward(x) goes around what was "
+    "compiled: call block(x) there, or compile the model as one graph (regional=False)"
+)
 
 
 def _no_trace(model: nn.Module, args: Any, kwargs: Any) -> None:

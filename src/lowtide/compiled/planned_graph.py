@@ -139,7 +139,7 @@ class PlannedGraph:
         self._first_tensor = next((index for index, each in enumerate(inputs) if isinstance(each, Tensor)), None)
         tensors = [each if isinstance(each, Tensor) else None for each in inputs]
         self.device = next((each.device for each in tensors if each is not None and each.device.type != "cpu"), _CPU)
-        sizes = [0 if each is None else each.nbytes for each in tensors]
+        sizes = [0 if each is None else _compat.local_bytes(each) for each in tensors]
         self.static_bytes = sum(itertools.compress(sizes, self._is_static))  # parameters and buffers
         self.batch_bytes = sum(sizes) - self.static_bytes
         self._context = _compat.TracingContext()

@@ -86,6 +86,7 @@ class Session:
         self.release: Callable[[], None] = lambda: None
         self.num_graph_calls = 0  # also of graphs without a backward
         self.calling = ("", "")  # path and class of the module that runs now
+        self.has_called_module = False
         self.called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self.store: ActivationStore | None = None  # of what calls move to host memory, if any ever did
         self.unplanned: str | None = None  # the warning that some code runs without the budget
@@ -96,6 +97,8 @@ class Session:
         self.sequences = KnownSequences()
         self._measurement = StepMeasurement()
         self._calls = StepCalls(self._measurement.drop)  # of the present step, or of one that is over
+        self._hooked_calls = StepCalls(lambda: None)  # likewise of calls inside of saved-tensor hooks
+        self._has_planned_call = False  # since the last step with such calls began
         self._size = StepSize()  # of the present step, as far as it has run
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
@@ -121,10 +124,11 @@ class Session:
         if graph.number not in self._graphs:  # compiled for another model
             with self.watch.planning():
                 self.first_variant(graph)
-        if not self.enabled or _compat.is_replayed():
-            # A checkpoint around the block drops its saved tensors, and compares those of the forward with those of the
-            # replay: both must run the same variant.
+        if not self.enabled:
             return GraphRun(graph.variants[0])
+        if _compat.is_replayed():
+            return self._hooked_run(graph)
+        self._has_planned_call = True
         if self._calls.is_over:
             self._end_step()
         if not self._calls.num_alive:
@@ -160,6 +164,24 @@ class Session:
                 end_of_forward(store, (each for each in outputs if isinstance(each, torch.Tensor)))
 
         return GraphRun(variant, BlockOffload(store, moved) if moved else _NO_CONTEXT, end_all)
+
+    def _hooked_run(self, graph: PlannedGraph) -> GraphRun:
+        """How to run a call inside of saved-tensor hooks, such as a checkpoint's, or of a backward: as torch chooses.
+
+        A checkpoint around the block drops its saved tensors, and compares those of the forward with those of the
+        replay: both must run the same variant. Warns once if the other calls of a step did so too.
+        """
+        is_next_step = self._hooked_calls.is_over
+        if not self._has_planned_call and (is_next_step or _compat.is_in_backward()):
+            self.warn_unplanned(
+                "all compiled calls of a step ran inside of saved-tensor hooks: of a checkpoint around them "
+                "(gradient checkpointing), of save_on_cpu or of lowtide.offload. These decide what is held until the "
+                "backward, so calls save what torch's own partitioner chooses: the memory budget does not apply. "
+                "Switch the hooks off, such as by model.gradient_checkpointing_disable()"
+            )
+        if is_next_step:
+            self._hooked_calls, self._has_planned_call = StepCalls(lambda: None), False
+        return GraphRun(graph.variants[0], _NO_CONTEXT, self._hooked_calls.begin(graph.number, None))
 
     def _store_for(self, choice: VariantChoice) -> ActivationStore:
         """The store that all sequences share, so that pinned host memory is allocated and counted once."""
@@ -198,7 +220,7 @@ class Session:
         """Bytes of the gradients of a model's parameters, or of all that graphs have seen."""
         seen = (reference() for reference in list(self._seen.values()))
         known = seen if model is None else model.parameters()
-        return sum(each.grad.nbytes for each in known if each is not None and each.grad is not None)
+        return sum(_compat.local_bytes(each.grad) for each in known if each is not None and each.grad is not None)
 
     # Between steps.
 
@@ -320,6 +342,12 @@ class Session:
             raise InfeasibleBudgetError(message, over.floor_bytes)
         why = "on_over='warn'" if self.on_over == "warn" else "other ranks, which have settled, cannot be told"
         self._warn_once("budget", f"{message} The step goes on with that peak ({why}).")
+
+    def warn_unplanned(self, message: str) -> None:
+        """Warn, once per session, that code runs without the budget. The handle prints the message too."""
+        if self.unplanned is None:
+            self.unplanned = message
+            warnings.warn(message, stacklevel=3)
 
     def _warn_of_replayed_indices(self, sequence: CallSequence) -> None:
         """Warn once, when a choice that computes indices again is kept."""

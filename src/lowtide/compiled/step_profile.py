@@ -223,8 +223,8 @@ class ProfilerMeter(StepMeter):
 
     def reset(self) -> None:
         self._marks, self._peak = [], None
-        if self._trace.start():
-            self._base = self._start_bytes()
+        self._base = self._start_bytes()  # first: should it fail, no profiler stays active
+        self._trace.start()
 
     def mark(self, kind: int, index: int) -> None:
         if self._trace.is_active:
