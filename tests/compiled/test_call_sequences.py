@@ -18,6 +18,7 @@ from compiled.fake_steps import (
     saved,
 )
 from lowtide.compiled.session import Session
+from lowtide.errors import InfeasibleBudgetError
 
 
 def test_steps_that_differ_from_settled_ones_are_noticed() -> None:
@@ -117,6 +118,19 @@ def test_a_step_that_may_have_more_calls_runs_what_is_chosen_for_the_longest() -
         steps.run(3)
     assert steps.run(3) == [VARIANTS[0]] * 3
     assert steps.session.current.is_settled and steps.session.current.peaks, "by measuring"
+
+
+def test_shorter_steps_over_the_budget_correct_what_is_chosen_for_the_longest() -> None:
+    """Which may not come again for long: as after a failed forward whose calls the garbage collector freed late."""
+    steps = Steps(BASE + 130, lambda ran: BASE + 3 * saved(ran))
+    for num_calls in (3, 5, *[3] * 8):
+        ran = steps.run(num_calls)
+    assert 3 * saved(ran) <= 130
+    hopeless = Steps(BASE + 25, lambda ran: BASE + saved(ran))
+    hopeless.run(3), hopeless.run(5)
+    with pytest.raises(InfeasibleBudgetError):
+        for _ in range(12):
+            hopeless.run(3)
 
 
 def test_several_forwards_with_one_backward_are_one_step() -> None:

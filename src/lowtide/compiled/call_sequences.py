@@ -319,6 +319,14 @@ class KnownSequences:
         is_same = num_calls == calls.num_begun == len(only.numbers) == len(only.begun)
         return only if is_same else None
 
+    def longer_than(self, calls: StepCalls) -> CallSequence | None:
+        """The longest known sequence whose choice begins with what the calls of a step have run; None without one."""
+        numbers, runs = calls.numbers, calls.runs
+        num = len(numbers)
+        known = [each for each in self.by_numbers.values() if len(each.numbers) > num and each.numbers[:num] == numbers]
+        known = [each for each in known if each.choice.runs[:num] == runs]
+        return max(known, key=lambda each: len(each.numbers), default=None)
+
     def keep(self, sequence: CallSequence) -> None:
         """Remember the sequence of a step that has ended, as the most recently used one."""
         self._num_steps += 1

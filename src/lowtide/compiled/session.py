@@ -242,6 +242,7 @@ class Session:
         sequence = sequences.current
         if sequence is None or sequence.choice.runs != calls.runs:
             # A step that began like another one has run some of its variants: it says nothing about the present choice.
+            self._settle_longer(calls)
             self._measurement.cancel()
         step, is_agreed = self._ranks.exchanged(self._report())
         if sequence is None:
@@ -263,6 +264,20 @@ class Session:
         self._watch_next(sequence)
         self._warn_of_replayed_indices(sequence)
         self._warn_of_unseen_backward()
+
+    def _settle_longer(self, calls: StepCalls) -> None:
+        """Correct the sequence that a shorter step has begun, if that step was over the budget: the longer one is too.
+
+        It may be long until the longer one comes again, and shorter ones are over the budget meanwhile.
+        """
+        longer, (peak_bytes, _) = self.sequences.longer_than(calls), self._measurement.result(self.budget_bytes)
+        if peak_bytes is None or peak_bytes <= self.budget_bytes or longer is None or longer.is_settled:
+            return
+        if self._ranks.is_alone and self._is_alive(longer.numbers):
+            at_least = max(peak_bytes, longer.choice.peak_bytes)
+            step = StepReport(None, self.budget_bytes, self._size, peak_bytes=at_least)
+            with self.watch.planning():
+                settle_further(longer, self.chooser, self.instances_of(longer), step)
 
     def _is_routine(self, sequence: CallSequence) -> bool:
         """Whether a step of the only known sequence leaves nothing to decide."""
