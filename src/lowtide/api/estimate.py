@@ -180,7 +180,7 @@ def largest_at_peak(timeline: Timeline) -> list[tuple[str, int]]:
     graph, sizes = timeline.graph, Counter[str]()
     for value, size in timeline.live_at(timeline.peak_event).items():
         born = graph.values[value].born
-        path = graph.path_of(born) if born >= 0 else ""
+        path = graph.path_of(born)
         sizes[path or "outside of modules"] += size
     return sizes.most_common(5)
 

@@ -3,12 +3,8 @@
 Each is computed once per graph and reached through it:
 
 - `graph.arrays` (`StepArrays`): ops, values, saves and calls as numpy arrays, for eager plans.
-- `graph.retainable` (`Retainable`): which op outputs a region can retain. A region's forward runs under saved-tensor
-  hooks only, so an output can be retained if it is saved directly in the region, and not in a region inside it. The
-  replay then runs under a dispatch mode that returns retained outputs instead of computing them.
-- `graph.needs` (`BackwardNeeds`): for compiled plans, where single ops are recomputed. A plan names forward ops whose
-  outputs are **saved**; everything else that the backward reads is recomputed from saved and static values, and
-  `derive` says which ops that takes. Views make no values, so they do not appear here.
+- `graph.retainable` (`Retainable`): which op outputs a region can retain.
+- `graph.needs` (`BackwardNeeds`): what the backward reads and what can be recomputed for it, for compiled plans.
 - `inlined`: values of a compiled step that are never written to memory. A compiler fuses pointwise ops and reductions,
   and values between them stay in registers. Only ops with the flag "fused" count, which eager graphs do not have.
 """
@@ -212,6 +208,9 @@ def _state_bytes(graph: StepGraph) -> tuple[np.ndarray, np.ndarray]:
 class Retainable:
     """Which op outputs a region can retain, and what retaining them costs. Use `graph.retainable`.
 
+    A region's forward runs under saved-tensor hooks only, so an output can be retained if it is saved directly in the
+    region, and not in a region inside it. The replay runs under a dispatch mode that returns retained outputs.
+
     `depths[o]` is the depth of the innermost call around forward op `o` inside which all outputs of `o` are saved for
     the backward, or -1. Calls around `o` of at most this depth can retain its outputs, unless all saves are in a region
     inside the call. `substituted_s[o]` is the time for a replay to return the output of `o` instead of computing it.
@@ -333,6 +332,9 @@ class DerivedSaves:
 
 class BackwardNeeds:
     """What the backward reads and what can be recomputed for it, for compiled plans. Use `graph.needs`.
+
+    Such a plan names forward ops whose outputs are **saved**; everything else that the backward reads is recomputed, op
+    by op, from saved and static values. Views make no values, so they do not appear here.
 
     - `is_free[v]`: value `v` is available in the backward whatever is saved: it existed before the step, or Python
       still references it when the backward begins.

@@ -250,7 +250,7 @@ class StepGraph:
     @cached_property
     def static_bytes(self) -> dict[str, int]:
         """Bytes allocated during the whole step, by kind; gradients as of the end of the step."""
-        sizes = Counter({f"{kind}s" if kind != "batch" else kind: 0 for kind in ("parameter", "gradient", "buffer")})
+        sizes = Counter({"parameters": 0, "gradients": 0, "buffers": 0})
         for value in self.values:
             if value.kind == "gradient" or (value.born < 0 and value.kind in STATIC_KINDS):
                 sizes[value.kind if value.kind == "batch" else f"{value.kind}s"] += value.bytes
@@ -468,9 +468,14 @@ class StepGraph:
         return StepArrays(self)
 
     def path_of(self, op: int) -> str:
-        """Return the path of the module that an op belongs to; `""` for the model itself or no module."""
-        call = self.ops[op].call
+        """Return the path of the module that an op belongs to; `""` for the model itself, no module or no op (-1)."""
+        call = self.ops[op].call if op >= 0 else -1
         return self.calls[call].path if call >= 0 else ""
+
+    def is_made_of_weights(self, value: int) -> bool:
+        """Whether an op made this value from parameters and buffers alone: the engine treats such casts as weights."""
+        kinds = {self.values[given].kind for given in self.ops[self.values[value].born].inputs}
+        return bool(kinds) and kinds <= {"parameter", "buffer"}
 
     def forward_s(self) -> float:
         """Seconds of the forward ops."""

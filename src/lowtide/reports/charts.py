@@ -86,7 +86,7 @@ def _planned(facts: ReportFacts, names: _Names) -> dict[str, Any]:
         "end": _end(timeline),
         "bytes": timeline.live_bytes[events].T.tolist(),
         "op": [names[short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"] for op in ops],
-        "path": [names[graph.path_of(op) if op >= 0 else ""] for op in ops],
+        "path": [names[graph.path_of(op)] for op in ops],
         "phase": timeline.phases[events].tolist(),
         "live": live,
         "lists": [list(each) for each in lists],
@@ -100,7 +100,7 @@ def _label(timeline: Timeline, value: int) -> str:
     known = graph.values[value]
     if known.kind == "gradient":
         return f"gradient of {known.name}" if known.name else "gradient"
-    path = graph.path_of(known.born) if known.born >= 0 else ""
+    path = graph.path_of(known.born)
     op = short_op(graph.ops[known.born].name) if known.born >= 0 else known.name
     return f"{path} · {op}" if path else op
 
@@ -212,7 +212,7 @@ def _copy_slices(timeline: Timeline, process: int) -> list[dict[str, Any]]:
     slices = []
     for copy in timeline.copies:
         value = graph.values[copy.value]
-        facts = {"bytes": value.bytes, "module": graph.path_of(value.born) if value.born >= 0 else ""}
+        facts = {"bytes": value.bytes, "module": graph.path_of(value.born)}
         more = {"dur": _micro(copy.end_s - copy.start_s), "cat": "copy", "args": facts}
         slices.append(_event("X", short_op(value.name), process, _LANES[copy.kind][0], copy.start_s, **more))
     return slices

@@ -88,9 +88,8 @@ def peak_rows(facts: ReportFacts, *, most: int = 12) -> list[PeakRow]:
     workspace = graph.ops[op].workspace_bytes if op >= 0 else graph.optimizer_workspace_bytes
     name = short_op(graph.ops[op].name) if op >= 0 else "the optimizer's step"
     if workspace:
-        rows.append(
-            PeakRow(f"workspace of {name}", facts.layers.pattern_of(graph.path_of(op)) if op >= 0 else "", workspace)
-        )
+        where = facts.layers.pattern_of(graph.path_of(op)) if op >= 0 else ""
+        rows.append(PeakRow(f"workspace of {name}", where, workspace))
     held = planned.peak_bytes - sum(row.bytes for row in rows)
     if held:
         rows.append(PeakRow("held for replays: random states and buffers", "", held))

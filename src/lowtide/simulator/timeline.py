@@ -1,11 +1,7 @@
 """`simulate(graph, plan)` and the `Timeline` it returns: live bytes at each op of a step, peak and seconds.
 
-The solvers compare candidate plans by these numbers, and reports and error messages print them. Three modules compute
-them, one for each kind of plan:
-
-- `compiled_intervals`: single values saved or recomputed in a graph of torch.compile;
-- `eager_intervals`: regions that are replayed, without moves; vectorised;
-- `eager_events`: regions together with offloaded and compressed values; op by op.
+The solvers compare candidate plans by these numbers, and reports and error messages print them. `eager_events`,
+`eager_intervals` and `compiled_intervals` compute them, as the package says.
 """
 
 from __future__ import annotations
@@ -115,8 +111,7 @@ class Timeline:
     @property
     def peak_path(self) -> str:
         """Path of the module that runs at the peak."""
-        op = int(self.ops[self.peak_event])
-        return self.graph.path_of(op) if op >= 0 else ""
+        return self.graph.path_of(int(self.ops[self.peak_event]))
 
     @property
     def peak_phase(self) -> str:
@@ -144,8 +139,7 @@ class Timeline:
         return [step.snapshots.get(event, {}) for event in events]
 
     def __str__(self) -> str:
-        op = int(self.ops[self.peak_event])
-        name = self.graph.ops[op].name if op >= 0 else "the optimizer's step"
+        name = self.graph.ops[op].name if (op := int(self.ops[self.peak_event])) >= 0 else "the optimizer's step"
         where = f" of {self.peak_path}" if self.peak_path else ""
         lines = [f"peak {format_bytes(self.peak_bytes)} predicted, in the {self.peak_phase}{where} ({name})"]
         lines += [f"  {kind:<10} {format_bytes(size)}" for kind, size in self.peak_by_kind.items() if size]

@@ -130,11 +130,9 @@ def _encodable(graph: StepGraph) -> set[int]:
     encodable = set()
     for value in first_save.keys() - outside:
         facts = graph.values[value]
-        if facts.kind == "activation":
-            maker = graph.ops[facts.born]
-            kinds = {graph.values[given].kind for given in maker.inputs}
-            if maker.outputs[0] == value and not (kinds and kinds <= {"parameter", "buffer"}):
-                encodable.add(value)
+        is_first_output = facts.kind == "activation" and graph.ops[facts.born].outputs[0] == value
+        if is_first_output and not graph.is_made_of_weights(value):
+            encodable.add(value)
     for index, op in enumerate(graph.ops[: graph.num_forward]):
         encodable -= {value for value in op.mutates if index >= first_save.get(value, index)}
     return encodable

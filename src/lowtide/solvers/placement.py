@@ -46,10 +46,7 @@ class Placement:
             self._saves.setdefault(save.value, []).append(index)
 
     def can_move(self, value: int) -> bool:
-        """Whether the engine can move a value: an activation that is saved only in modules of the model.
-
-        The engine treats values made of weights alone, such as casts, as weights and does not move them.
-        """
+        """Whether the engine can move a value: an activation, not made of weights, that is saved only in modules."""
         graph, facts = self._graph, self._graph.values[value]
         if facts.kind != "activation" or facts.born < 0:
             return False
@@ -58,8 +55,7 @@ class Placement:
             return False
         if any(graph.ops[graph.saves[save].made].name in _FILL_LATER for save in saves):
             return False
-        kinds = {graph.values[given].kind for given in graph.ops[facts.born].inputs}
-        return not kinds or not kinds <= {"parameter", "buffer"}
+        return not graph.is_made_of_weights(value)
 
     def everywhere(self, targets: Mapping[int, tuple[str, str]], regions: Regions) -> tuple[Move, ...]:
         """Moves for every position at which these values are held. `targets` are tier and codec of each value."""
