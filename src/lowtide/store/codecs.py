@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.graph.codec_costs import BLOCK, CHUNK, LEAST_ROW, MIN_BYTES
+from lowtide.graph.codec_costs import CHUNK, CODEC_COSTS, MIN_BYTES
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -148,11 +148,8 @@ class _Blockwise(Codec):
     def _takes(self, flat: Tensor) -> bool:
         return flat.is_floating_point() and flat.element_size() > 1
 
-    def _block_length(self, row_length: int) -> int:
-        return BLOCK
-
     def _encode(self, flat: Tensor, row_length: int) -> Encoded:
-        length = self._block_length(row_length)
+        length = CODEC_COSTS[self.name].block_length(row_length)
         # In chunks: the float32 intermediates of a whole tensor would take several times the bytes saved.
         pairs = [self._encode_chunk(chunk, length) for chunk in flat.split(max(1, CHUNK // length) * length)]
         packed, scales = (torch.cat(column) for column in zip(*pairs, strict=True))
@@ -202,9 +199,6 @@ class _Float8(_Blockwise):
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self._dtype = name, dtype
         self._largest = torch.finfo(dtype).max
-
-    def _block_length(self, row_length: int) -> int:
-        return max(row_length, LEAST_ROW)
 
     def _largest_finite_marked(self) -> float:
         return self._largest * 0.875  # the next smaller number of both formats, or just under it
