@@ -93,7 +93,7 @@ class ItemCosts:
     """Measures the costs of items on simulated steps."""
 
     def __init__(self, graph: StepGraph, items: Sequence[Item]) -> None:
-        self._graph, self._items = graph, items
+        self.graph, self.items = graph, items
         starts = [item.first for item in items]
         of_op = [max(bisect_right(starts, op) - 1, 0) for op in range(graph.num_forward)]
         last = len(items) - 1
@@ -116,7 +116,7 @@ class ItemCosts:
 
     def option(self, regions: Regions, *, is_inner: bool) -> ItemOption:
         """The option in which items contain these regions; each region is inside one item."""
-        graph, num = self._graph, len(self._items)
+        graph, num = self.graph, len(self.items)
         played = EagerIntervals(graph, regions)
         held = self._held(regions)
         before = prefix_sums(held)[:-1]
@@ -127,7 +127,7 @@ class ItemCosts:
         is_replay = played.phases == _REPLAY
         replayed = graph.arrays.seconds[played.ops[is_replay]]
         seconds = np.bincount(where[is_replay], weights=replayed, minlength=num).astype(np.float64)
-        inside: list[Regions] = [{} for _ in self._items]
+        inside: list[Regions] = [{} for _ in self.items]
         for call, kept in regions.items():
             item = int(self._of_op[graph.calls[call].first])
             inside[item][call] = kept
@@ -136,7 +136,7 @@ class ItemCosts:
 
     def _held(self, regions: Regions) -> np.ndarray:
         """Bytes that each item holds for the backward."""
-        graph = self._graph
+        graph = self.graph
         owner = graph.innermost(regions)
         kept = kept_ops(graph, regions)
         holders: dict[int, int] = {}
@@ -149,7 +149,7 @@ class ItemCosts:
                 item = int(self._of_op[graph.calls[call].first])
                 for value in graph.calls[call].inputs:
                     holders[value] = min(item, holders.get(value, item))
-        held = np.zeros(len(self._items))
+        held = np.zeros(len(self.items))
         for value, item in holders.items():
             facts = graph.values[value]
             if facts.kind == "activation" and 0 <= facts.born and facts.dropped <= graph.num_forward:
@@ -158,11 +158,11 @@ class ItemCosts:
 
     def carried(self, plain: ItemOption) -> np.ndarray:
         """Bytes not held by items when the backward of each item begins: gradients and everything else."""
-        graph, played = self._graph, EagerIntervals(self._graph, {})
+        graph, played = self.graph, EagerIntervals(self.graph, {})
         where = self._of_op[played.ops]
-        found = np.zeros(len(self._items))
+        found = np.zeros(len(self.items))
         sums = np.cumsum(plain.held)
-        for item in range(len(self._items)):
+        for item in range(len(self.items)):
             events = np.flatnonzero((where == item) & (played.phases == 2))
             if len(events):
                 first = graph.ops[played.ops[events[0]]]
@@ -197,23 +197,21 @@ class ChainProgram:
 
     def __init__(
         self,
-        graph: StepGraph,
-        items: Sequence[Item],
+        costs: ItemCosts,
         options: Sequence[ItemOption],
         dropped: ItemOption,
         retaining: Sequence[ItemOption],
-        links: Sequence[int],
         carried: np.ndarray,
         slot: float,
         num_slots: int,
     ) -> None:
-        self._graph, self._items, self._options, self._slot = graph, items, options, slot
-        self._num = num_slots
+        graph, items = costs.graph, costs.items
+        self._graph, self._items, self._links = graph, items, costs.links
+        self._options, self._slot, self._num = options, slot, num_slots
         least = np.minimum.reduce([option.backward for option in options])
         self.lowest = float(least.min())
         arrays = graph.arrays
         static = arrays.static_bytes + arrays.static_gradient_bytes
-        self._links = links
         self._state = np.array([sum(int(arrays.frame_bytes[call]) for call in item.calls) for item in items])
         self._held = [np.array([self._slots(size) for size in option.held], dtype=np.int64) for option in options]
         sums = prefix_sums(arrays.seconds[: graph.num_forward])

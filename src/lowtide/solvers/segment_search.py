@@ -139,7 +139,7 @@ class SegmentSearch:
             if unique and is_late():
                 break
             num = min(_NUM_SLOTS, math.ceil(range_bytes / slot) + 1)
-            table = ChainProgram(graph, items, options, dropped, retaining, costs.links, carried, slot, num)
+            table = ChainProgram(costs, options, dropped, retaining, carried, slot, num)
             unique |= dict.fromkeys(table.segmentations())
         return list(unique)
 
