@@ -1,8 +1,7 @@
 """Repeated structure in the calls of a graph: equal calls, segments of sibling calls, and the model's blocks.
 
-**Structures**: `with_structures` gives the same number to calls that run the same ops on values of the same sizes, so
-solvers need to examine only one of them. `with_even_times` gives such calls equal op times, since measured differences
-between equal layers are noise.
+**Structures**: `with_structures` numbers calls by what they run, so that solvers need to examine only one of equal
+ones, and `with_even_times` gives equal calls equal op times.
 
 **Segments**: a segment is a run of sibling calls (`layers.3 ... layers.9`) that is recomputed together from the inputs
 of the run. `with_segments` inserts a call of kind "Segment" around each run, as the parent of its calls. Ops, values

@@ -247,6 +247,5 @@ def _hull_step(graph: StepGraph, first: HullPoint, second: HullPoint) -> _HullSt
     with_calls = [(graph.calls[unit].first, tuple(differing[unit]), tuple(inside.get(unit, ()))) for unit in order]
     parts = sorted([*with_calls, *alone])
     freed_bytes = (first.bytes - second.bytes) / max(len(parts), 1)
-    return _HullStep(
-        first, second, tuple(calls for _, calls, _ in parts), tuple(values for _, _, values in parts), freed_bytes
-    )
+    calls, values = tuple(calls for _, calls, _ in parts), tuple(values for _, _, values in parts)
+    return _HullStep(first, second, calls, values, freed_bytes)

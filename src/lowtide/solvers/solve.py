@@ -1,8 +1,5 @@
 """Entry points of the solvers: `solve` (one budget), `sweep` (many budgets) and `shortlist` (several plans for `fit`).
 
-`solve` returns the fastest plan found whose simulated peak fits, with a bound on how much faster any plan could be.
-`sweep` solves many budgets with one search and adds the plans that users would write themselves.
-
 `shortlist` returns a few different plans for one budget, which `fit` runs and times, because predictions can be wrong:
 the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list has the
 fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the fastest
