@@ -30,6 +30,17 @@ def test_what_torchs_partitioner_does_is_timed_beside_ours(torch_s: float, num_t
     assert timed == [None, 0.5] * num_timed, "in turns, until it is clear which is slower"
 
 
+def test_torchs_choice_is_tried_before_a_budget_is_refused() -> None:
+    """Each of ours takes far more than predicted."""
+    steps = Steps(BASE + 50, lambda ran: BASE + (40 if all(each.fraction for each in ran) else 500))
+    steps.graph.torch_ways = {0.5: Variant((2,), 35, (), 0, 0, 3.4, 0.5)}
+    for _ in range(12):
+        steps.run()
+    sequence = steps.session.current
+    assert sequence.is_settled and sequence.over is None
+    assert [variant.fraction for variant in sequence.choice.variants] == [0.5] * 3
+
+
 def test_what_cannot_win_is_not_compiled() -> None:
     """Torch's choice is predicted to add far more than ours."""
     graph = FakeGraph(7)
