@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,29 @@ def test_gradients_equal_those_without_a_plan(name: str) -> None:
         assert each["regions"] and each["replays"] and not any(path.startswith("module") for path in each["regions"])
         assert each["peak"] <= each["budget"]
     assert len({(each["hash"], each["peak"]) for each in results}) == 1
+
+
+def fit_where_objects_may_be_frozen(by_user: bool) -> tuple[int, list[bool]]:
+    """With the wrapper among the objects that are frozen: by the user before `fit`, or by `fit` itself."""
+    gc.unfreeze()
+    budget = tight_budget(seeded_net(), batch())
+    model, expected = (DistributedDataParallel(seeded_net()) for _ in range(2))
+    if by_user:
+        gc.freeze()
+    handle = lowtide.fit(model, loss_of(model), batch(), budget=budget, **FAST)
+    return len(handle.plan.regions), list(map(same, steps(expected), steps(model)))
+
+
+def seeded_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_wrappers_that_are_hidden_from_the_garbage_collector(by_user: bool) -> None:
+    for num_regions, are_same in succeeded(run_ranks(fit_where_objects_may_be_frozen, by_user)):
+        assert num_regions > 0
+        assert all(are_same)
 
 
 def traced_both_ways(views: bool) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from lowtide.api.measure import RealSteps, can_measure, trace_largest
 from lowtide.api.plan_search import FitCache, PlanSearch
 from lowtide.api.tuner import Tuner
 from lowtide.distributed.agreement import check_same_plan
+from lowtide.distributed.data_parallel import wrappers_of
 from lowtide.distributed.ranks import Ranks, deciding_with, ranks_of
 from lowtide.eager.handle import refuse_compiled, refuse_other_checkpointing
 from lowtide.eager.over_budget import BudgetWatch
@@ -166,6 +167,7 @@ class FitRequest:
 def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan], AppliedPlan]) -> AppliedPlan:
     """Trace, solve, apply, measure, keep the fastest. `apply` puts a plan on the model and returns the handle."""
     had_tracker = _compat.random_tracker() is not None
+    wrappers_of(model)  # before they are frozen
     ranks = ranks_of(request.group)
     with _progress() as say, deciding_with(ranks), checks.old_objects_frozen(), ExitStack() as undo:
         with ranks.together("fit"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.distributed.ranks import is_in_job
 
+_seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _NUM_WARM_UP_STEPS = 2  # the first records the order of gradients, the second rebuilds the buckets by it
 
 
@@ -28,13 +30,19 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     """The DDP wrappers around a model, around parts of it, and around a model that it is a part of.
 
     They are looked up among all objects of the process: a wrapper is not reachable from the module inside it, and
-    `loss_fn` may hold it anywhere.
+    `loss_fn` may hold it anywhere. Wrappers that `gc.freeze()` hides are found if a call before it has found them.
     """
     if not is_in_job():
         return []
+    _seen.update(item for item in gc.get_objects() if type(item) is DistributedDataParallel)
     parts = set(model.modules())
-    found = [item for item in gc.get_objects() if type(item) is DistributedDataParallel]
-    return [wrapper for wrapper in found if not parts.isdisjoint(wrapper.module.modules())]
+    return [wrapper for wrapper in _seen if not parts.isdisjoint(wrapper.module.modules())]
+
+
+def remember(model: nn.Module) -> None:
+    """Let `wrappers_of` find a model that was given to lowtide, if it is a wrapper that the user has frozen."""
+    if type(model) is DistributedDataParallel:
+        _seen.add(model)
 
 
 def num_warm_up_steps(wrappers: list[DistributedDataParallel]) -> int:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
+from lowtide.distributed import data_parallel
 from lowtide.errors import TraceError
 from lowtide.replay.arguments import tensors_in
 from lowtide.tracing.recorder import Recorder
@@ -41,6 +42,7 @@ def module(model: object) -> nn.Module:
         raise TypeError(f"model is an nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"model is a {type(model).__name__}, which runs no Python: give the nn.Module it was made from")
+    data_parallel.remember(model)
     return _compat.unwrapped(model)
 
 
