@@ -118,7 +118,7 @@ def test_an_optimizer_made_later(job: Any, caplog: pytest.LogCaptureFixture) -> 
     optimizer = torch.optim.Adam(job.model.parameters())
     train(job, 8, optimizer)
     (message,) = said(caplog)
-    num_bytes = 2 * sum(p.nbytes for p in job.model.parameters())
+    num_bytes = sum(2 * p.nbytes + 4 for p in job.model.parameters())  # two moments and a counter
     assert f"{lowtide.units.format_bytes(num_bytes)} of optimizer state" in message
     assert "handle.refit(optimizer=...)" in message
     handle.remove()
@@ -369,3 +369,11 @@ def test_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
             optimizer.param_groups[0]["params"][-1].grad = torch.zeros(1 << 26, device="cuda")
             train(job, 4, optimizer)
         assert len(said(caplog)) == 1
+
+
+def test_state_that_an_optimizer_has_made_is_not_missing(job: Any) -> None:
+    optimizer = torch.optim.AdamW(job.model.parameters())
+    handle = fitted(job, tight(job, optimizer), optimizer=optimizer)
+    assert handle.watch.missing_state_bytes() > 0
+    train(job, 1, optimizer)
+    assert handle.watch.missing_state_bytes() == 0

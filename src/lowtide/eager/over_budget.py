@@ -216,7 +216,7 @@ def _state_bytes(model: nn.Module, device: torch.device) -> int:
         for parameter, state in dict(optimizer.state).items():
             if id(parameter) in wanted:
                 for tensor in tensors_in(state):
-                    if tensor.device == device and tensor.numel() > 1:  # else a step counter
+                    if tensor.device == device:
                         sizes[id(tensor)] = _compat.local_bytes(tensor)
     return sum(sizes.values())
 
