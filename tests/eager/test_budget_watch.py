@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -371,9 +372,15 @@ def test_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
         assert len(said(caplog)) == 1
 
 
-def test_state_that_an_optimizer_has_made_is_not_missing(job: Any) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_state_that_an_optimizer_has_made_is_not_missing(job: Any, is_frozen: bool) -> None:
     optimizer = torch.optim.AdamW(job.model.parameters())
     handle = fitted(job, tight(job, optimizer), optimizer=optimizer)
     assert handle.watch.missing_state_bytes() > 0
     train(job, 1, optimizer)
-    assert handle.watch.missing_state_bytes() == 0
+    if is_frozen:
+        gc.freeze()
+    try:
+        assert handle.watch.missing_state_bytes() == 0
+    finally:
+        gc.unfreeze()

@@ -43,6 +43,7 @@ from lowtide.replay.arguments import map_tensors, tensors_in
 from lowtide.solvers.solve import SEARCHED
 from lowtide.tracing import step_checks as checks
 from lowtide.tracing.step_checks import one_at_a_time
+from lowtide.tracing.untraced_memory import plain_optimizer
 from lowtide.units import check_bytes, check_seconds, format_apart, format_bytes
 
 logger = logging.getLogger("lowtide")
@@ -191,7 +192,8 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
             handle.ranks, handle.refitter = ranks, Refitter(request).refit
             static_bytes = sum(size for kind, size in step.graph.static_bytes.items() if kind != "gradients")
             states_bytes = step.graph.optimizer_state_bytes
-            handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes)
+            optimizer = plain_optimizer(step.optimizer)
+            handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes, optimizer)
             _log_fitted(handle, search.budget_bytes)
         undo.pop_all()  # nothing has failed, on any rank
     return handle

@@ -23,6 +23,7 @@ import gc
 import logging
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,17 @@ class BudgetWatch:
     """Warns once when a fitted model needs more than `budget_bytes`. Create it after the plan was applied."""
 
     def __init__(
-        self, handle: AppliedPlan, device: torch.device, budget_bytes: int, planned_state_bytes: int, static_bytes: int
+        self,
+        handle: AppliedPlan,
+        device: torch.device,
+        budget_bytes: int,
+        planned_state_bytes: int,
+        static_bytes: int,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
         self._planned_states, self._static = planned_state_bytes, static_bytes
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
         self._planned_existing = _existing_gradient_bytes(handle.model, device)
         self._existing = 0  # gradients that a checked forward began with, beyond those planned for
@@ -103,7 +111,13 @@ class BudgetWatch:
 
     def missing_state_bytes(self) -> int:
         """Planned bytes of optimizer state that are not allocated yet, before the optimizer's first step."""
-        return max(0, self._planned_states - _state_bytes(self._handle.model, self._device))
+        return max(0, self._planned_states - self._state_bytes())
+
+    def _state_bytes(self) -> int:
+        """Bytes of state that optimizers hold for the model's parameters now."""
+        # That given to `fit` may be hidden by the user's `gc.freeze()`, others may have been made after the handle.
+        found = [*_optimizers(), self._optimizer and self._optimizer()]
+        return _state_bytes(self._handle.model, self._device, [each for each in found if each is not None])
 
     def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
         """Run `step`, a forward and a backward. On the CPU some of these steps are measured."""
@@ -149,7 +163,7 @@ class BudgetWatch:
     def _growth(self) -> dict[str, int]:
         """Bytes on the device that were not planned for, by kind."""
         parameters, gradients = _model_bytes(self._handle.model, self._device)
-        states = _state_bytes(self._handle.model, self._device)
+        states = self._state_bytes()
         growth = {
             "new parameters": parameters - self._planned_parameters,
             _TRAINABLE: gradients - self._planned_gradients,
@@ -208,11 +222,11 @@ def _added_by_existing_gradients(plan: Plan, num_bytes: int) -> int:
     return int((timeline.total_bytes + added).max()) - timeline.peak_bytes
 
 
-def _state_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of state that optimizers hold for a model's parameters now."""
+def _state_bytes(model: nn.Module, device: torch.device, optimizers: list[Any]) -> int:
+    """Bytes of state that optimizers hold for a model's parameters."""
     wanted = {id(parameter) for parameter in model.parameters()}
     sizes: dict[int, int] = {}
-    for optimizer in _optimizers():
+    for optimizer in optimizers:
         for parameter, state in dict(optimizer.state).items():
             if id(parameter) in wanted:
                 for tensor in tensors_in(state):
@@ -222,7 +236,7 @@ def _state_bytes(model: nn.Module, device: torch.device) -> int:
 
 
 def _optimizers() -> list[Any]:
-    """All optimizers of the process, as one may have been made after the handle."""
+    """All optimizers of the process, but for those that `gc.freeze()` hides."""
     return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
 
 
