@@ -287,6 +287,16 @@ def test_nothing_of_a_deleted_model_stays() -> None:
     assert session() is None
 
 
+def test_a_model_that_its_blocks_refer_to_is_freed_before_its_first_step() -> None:
+    model = stack()
+    vars(model.blocks[0])["parent"] = model
+    lowtide.compile(model, budget=PLENTY)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 def test_options_do_not_live_forever() -> None:
     options = {"budget": PLENTY}
     model = torch.compile(Stack(MLP(), MLP()), backend=backend.backend, options=options)

@@ -13,6 +13,7 @@ Cost: one trace, about 0.03 s per block of a transformer.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -91,7 +92,9 @@ class FirstForward:
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], session: Session) -> None:
-        self._blocks, self._session = blocks, session
+        self._session = session
+        # Weakly: a model is freed though its handle, found by a weak key, refers to this object, and a block to it.
+        self._blocks = [weakref.ref(block) for block in blocks]
         # First, with the caller's arguments: hooks that change them run again in the trace.
         self.remove = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True).remove
 
@@ -103,7 +106,8 @@ class FirstForward:
         session, chooser = self._session, self._session.chooser
         # Hooks on all modules, and the stance, hold for all threads.
         with _compat.compile_lock(), session.watch.planning(), without_warnings():
-            chooser.surroundings = _traced(model, self._blocks, args, kwargs, chooser.optimizer)
+            blocks = [block for block in (reference() for reference in self._blocks) if block is not None]
+            chooser.surroundings = _traced(model, blocks, args, kwargs, chooser.optimizer)
         self._blocks = []
         session.has_called_module = False  # other than in the trace
         self.remove = model.register_forward_hook(self._check, always_call=True).remove
