@@ -180,6 +180,37 @@ def test_accumulated_gradients_are_within_the_budget() -> None:
     assert session_of(model).current.held_sizes[-1].gradient_bytes > 0
 
 
+def test_parameters_of_blocks_that_share_a_graph_count_each() -> None:
+    """As where a graph breaks in a loop over the blocks of a model that `torch.compile` compiles."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu())
+
+    class Broken(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                torch._dynamo.graph_break()
+            return x
+
+    batch = rows(64)
+    model = Broken(*(Wide() for _ in range(4)))
+    compiled = torch.compile(model, backend="lowtide", options={"budget": PLENTY})
+    for _ in range(4):
+        model.zero_grad()
+        compiled(batch).square().mean().backward()
+    assert len(set(lowtide.handle_of(model).session.current.numbers)) < len(model.blocks)
+    model.zero_grad()
+    held = batch.nbytes + sum(each.nbytes for each in model.parameters())
+    peak = held + max(cpu_allocation_totals(lambda: compiled(batch).square().mean().backward()))
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
 def test_sparse_gradients_that_are_kept_count() -> None:
     class Embedded(Stack):
         def __init__(self) -> None:

@@ -211,6 +211,8 @@ class Session:
         if not seen.keys() >= set(map(id, parameters)):
             for each in parameters:  # taken out when it is freed: another one may get its id
                 seen[id(each)] = weakref.ref(each, functools.partial(seen.pop, id(each)))
+            alive = (reference() for reference in list(seen.values()))
+            self.chooser.seen_bytes = sum(_compat.local_bytes(each) for each in alive if each is not None)
 
     def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of these parameters was ever an input of a graph."""

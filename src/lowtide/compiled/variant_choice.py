@@ -98,6 +98,7 @@ class VariantChooser:
     time_limit_s: float = 10.0
     surroundings: OtherMemory | None = None
     model_bytes: int | None = None  # parameters and buffers; None: sum those of the graphs
+    seen_bytes: int = 0  # parameters that graphs were called with: equal blocks share a graph
     # Measured minus predicted bytes, by graph and variant of the call at the peak, or None: of choices without moves,
     # and of those with.
     errors: tuple[dict[Any, int], dict[Any, int]] = field(default_factory=lambda: ({}, {}))
@@ -410,7 +411,7 @@ class VariantChooser:
         device = instances[0].device
         states, _, _ = optimizer_memory(self.optimizer, device)
         if device.type != "cuda":
-            static = sum(graph.static_bytes for graph in dict.fromkeys(instances))
+            static = max(self.seen_bytes, sum(graph.static_bytes for graph in dict.fromkeys(instances)))
             return (static if self.model_bytes is None else self.model_bytes) + instances[0].batch_bytes + states
         # Measured once, for the first step: later ones start with gradients.
         present = present_state_bytes(self.optimizer, device)
