@@ -305,7 +305,7 @@ def test_what_the_loss_function_remembers(mode: Any, is_method: bool) -> None:
 
 
 def test_fakes_held_elsewhere_are_named() -> None:
-    model, outputs = nn.Linear(8, 8), iter_of_one_list()
+    model, outputs = nn.Linear(8, 8), iter_of_one_deque()
     kept = next(outputs)
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -317,9 +317,9 @@ def test_fakes_held_elsewhere_are_named() -> None:
     kept.clear()
 
 
-def iter_of_one_list() -> Generator[list[Any], Any, None]:
-    """A list that no attribute leads to: what is sent is kept."""
-    kept: list[Any] = []
+def iter_of_one_deque() -> Generator[deque[Any], Any, None]:
+    """A container that no attribute leads to, and of a kind that no cache is taken for: what is sent is kept."""
+    kept: deque[Any] = deque()
     while True:
         kept.append((yield kept))
 
