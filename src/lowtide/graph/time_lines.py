@@ -121,9 +121,11 @@ class EngineHostCosts:
         again_s: dict[int, float] = {}  # for the regions inside of each, in its replay
         for call in stops:
             half_s = (int(num_modules[call]) * hardware.region_s + num_saves.get(call, 0) * hardware.save_s) / 2
-            for around in graph.ancestors(graph.calls[call].parent):
+            around = graph.calls[call].parent
+            while around >= 0:
                 if around in replayed and graph.calls[call].first < stops.get(around, 0):
                     again_s[around] = again_s.get(around, 0.0) + half_s
+                around = graph.calls[around].parent
             if graph.has_host_line:
                 later_s = half_s + retaining_s.get(call, 0.0)
                 self.replay_s[call] = later_s if call in replayed else 0.0

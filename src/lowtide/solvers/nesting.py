@@ -105,7 +105,11 @@ class Nesting:
         return sorted({self._graph.ops[op].call for op in ops} - {-1})
 
     def _outermost(self, call: int, regions: Regions) -> int:
-        return min((around for around in self._graph.ancestors(call) if around in regions), default=-1)
+        outermost = -1
+        while call >= 0:  # a loop, and not `ancestors`: called for each region of each set that is visited
+            outermost = call if call in regions else outermost
+            call = self._graph.calls[call].parent
+        return outermost
 
     def _next_level(self, region: int, regions: Regions) -> list[int]:
         """The outermost calls inside a region that are not regions yet; empty once all are."""
