@@ -19,6 +19,7 @@ from torch.nn.functional import gelu
 import lowtide
 from distributed.jobs import Net, batch, run_ranks, same, seeded, succeeded
 from distributed.test_data_parallel import FAST, loss_of
+from lowtide import _compat
 from lowtide.api.measure import RealSteps, TracedStep
 from lowtide.distributed.agreement import plan_hash
 from lowtide.plans import Plan, Recompute
@@ -161,15 +162,14 @@ def fitted(way: str) -> dict[str, Any]:
         "regions": [region.name for region in handle.plan.regions],
         "collectives": (collectives(plain, way), collectives(model, way)),
         "sharded again": all(isinstance(p, DTensor) for p in model.parameters()) == way.startswith(("fsdp", "both")),
-        "state bytes": sum(t.to_local().nbytes for t in state_after_step(model, optimizer)),
+        "state bytes": sum(map(_compat.local_bytes, state_after_step(optimizer))),
         "planned state bytes": handle.plan.graph.optimizer_state_bytes if handle.plan.graph else 0,
     }
 
 
-def state_after_step(model: nn.Module, optimizer: Any) -> list[DTensor]:
+def state_after_step(optimizer: Any) -> list[Tensor]:
     optimizer.step()
-    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    return [tensor for tensor in tensors if isinstance(tensor, DTensor) and tensor.numel() > 1]
+    return [tensor for state in optimizer.state.values() for tensor in state.values()]
 
 
 MIXED = "fsdp, mixed precision"
