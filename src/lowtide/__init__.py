@@ -1,8 +1,10 @@
 """lowtide: train PyTorch models inside a memory budget.
 
-These are the names that a training script uses. Types that scripts only receive, and the parts for planning without a
-model, are in the packages: `lowtide.policies`, `lowtide.errors`, `lowtide.plans`, `lowtide.simulator`, `lowtide.store`
-and `lowtide.eager`.
+`fit` traces a training step, plans it for a budget, and puts the fastest plan that holds on the model; `compile` does
+so inside `torch.compile`. `trace`, `solve` and `apply` are the stages one by one.
+
+Types that scripts only receive, and the parts for planning without a model, are in the packages: `lowtide.policies`,
+`lowtide.errors`, `lowtide.plans`, `lowtide.simulator`, `lowtide.store` and `lowtide.eager`.
 """
 
 from lowtide import hosts as hosts

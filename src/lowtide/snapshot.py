@@ -1,19 +1,19 @@
-"""Undo a training step: restore a model, its gradients, buffers, attributes, optimizers and random states to the bit.
+"""Undo a training step: restore gradients, buffers, attributes, random states and what else it wrote, to the bit.
 
 Three parts, each used on its own:
 
 - `ObjectSnapshot` stores the contents of attributes and of the containers in them, and restores them.
-- `Restorer` is for traces and measurements, which run a real step and must leave no effect. It copies a tensor when an
-  op is about to write it.
-- `StepUndo` is for steps of a training loop that may fail, as when memory runs out and the step is run again under
-  another plan. No dispatch mode sees its ops, so it copies whatever a step may change before it runs.
-  Parameters are not copied: `what_cannot_be_restored` reports steps that change them.
+- `Restorer` is for traces and measurements, which run a real step and must leave no effect. It copies a tensor when
+  an op is about to write it, and also restores optimizers that a hook steps in the backward.
+- `StepUndo` is for steps of a training loop that may run out of memory and are run again under another plan. No
+  dispatch mode sees their ops, so everything that a step may change is copied before it runs. Parameters are not:
+  `what_cannot_be_restored` reports steps that change them.
 
-`StepUndo` copies existing gradients to the host during the forward, as a backward adds to them in place. Copies on the
-device would take memory where it is short, fresh gradients that are added at the end would take as much, and what a
-backward has added cannot be subtracted, as floating-point sums round. A step that begins without gradients, as after
-`zero_grad()`, copies none. On the CPU the copies add to the peak of the step. Buffers up to 256 KiB are copied on their
-device; larger ones are copied to the host until a step was seen not to write them.
+A backward adds to existing gradients in place, so `StepUndo` copies these to the host, during the forward. Copies on
+the device would take memory where it is short, and what was added cannot be subtracted, as floating-point sums round.
+A step that begins without gradients, as after `zero_grad()`, copies none. On the CPU the copies add to the peak of
+the step. Buffers up to 256 KiB are copied on their device, larger ones to the host until a step was seen not to write
+them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""torch's autograd engine and checkpoint: version counters, saved-tensor hooks, and nodes of the backward graph.
+"""Autograd and torch's checkpoint: version counters, saved-tensor hooks, and nodes of the backward graph.
 
-Replays use it to notice tensors that were changed in place, to install and read saved-tensor hooks, to number the nodes
-of a forward, and to copy and overwrite buffers without a trace. `lowtide.checkpoint` is a drop-in for torch's: it
-follows the same settings, falls back to torch's own inside `torch.compile`, and raises errors that code written for
-torch's catches.
+Replays and stores detect in-place changes by version counters, and push and inspect saved-tensor hooks. Replays also
+number the autograd nodes of a forward, and restore small tensors with their versions, unseen by dispatch modes.
+`lowtide.checkpoint` takes from here what it shares with torch's: the settings, the exception class, and torch's own
+function, which it calls inside `torch.compile`.
 """
 
 from __future__ import annotations

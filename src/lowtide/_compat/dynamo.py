@@ -1,7 +1,9 @@
-"""`torch.compile`: Dynamo, AOTAutograd's partitioner and inductor, as the compiled engine calls them.
+"""`torch.compile`: Dynamo and inductor, for the compiled engine.
 
-The eager engine uses two functions of this file: `never_compiled` and `disable_dynamo` keep Dynamo out of hooks. The
-compiler is imported inside of functions, as that takes longer than importing all of lowtide.
+It compiles one of Dynamo's graphs with a given partitioner (`compile_with_inductor`), also again later
+(`TracingContext`), compiles a module in place (`compile_module`), and reports functions that Dynamo has stopped
+compiling (`LimitWatch`). For the eager engine, `never_compiled` and `disable_dynamo` keep Dynamo out of hooks. The
+compiler is imported inside functions, as that takes longer than importing all of lowtide.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`nn.Module` and `torch.optim`: parameters, children and hooks, in the private attributes that hold them.
 
-Replays swap and restore a module's tensors, and look for hooks that a replay would run twice.
+Replays, snapshots and fake traces read and replace a module's tensors; a trace for larger inputs runs a copy of the
+model (`module_replica`). Hooks are looked up where they decide whether a module can be split, or which state a trace
+must restore.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`lowtide.compile`: compile a model so that its training step stays within a memory budget.
 
-A wrapper of `torch.compile` with inductor. `compile` sets up a `Session` for the model, compiles each repeated block
-(or the whole model) with a backend that passes every graph to that session, and registers a forward pre-hook that
-traces the first training forward for the memory outside of the blocks. Planning happens in the first step, not here.
+A wrapper of `torch.compile` with inductor. `compile` makes a `Session` for the model and compiles each repeated block
+(or the whole model) with a backend that passes every graph to that session. Nothing is planned yet: a forward
+pre-hook traces the first training forward, for the memory outside of the blocks, and the first step plans.
 
-`compile` returns the model, so its handle is looked up: `lowtide.handle_of(model)` returns the handle that `compile`,
-`apply` or `fit` put on a model, also for code that only gets the model, often inside `DistributedDataParallel`.
-`explain_compiled` prints what the compiled graphs save, also those of `torch.compile(model, backend="lowtide")`.
-`plan_joint_graph` only plans: what another compiler traced, for that compiler to carry out.
+- `handle_of(model)` returns the handle that `compile`, `apply` or `fit` put on a model, also inside
+  `DistributedDataParallel`; `compile` itself returns the model.
+- `explain_compiled` returns as text what compiled graphs save, also for `torch.compile(model, backend="lowtide")`.
+- `plan_joint_graph` marks the nodes of a joint graph that another compiler traced as saved or recomputed.
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@
 sample. If the step depends on values of tensors, which fake tensors do not have, real steps are traced instead and a
 note says so.
 
-`estimate_parallel` does this for one rank of a large job, on a machine with no accelerator. For each layout (the sizes
-of FSDP, tensor and data parallelism), the model is built and parallelised for a job of that many ranks, and the step of
-rank 0 is traced. The job does not exist: torch's "fake" process group has any number of ranks and does not communicate.
-So `fully_shard` and `parallelize_module` run as in the real job, and the trace has rank 0's shards, gathers, reductions
-and activations. The model is built on the meta device, parallelised there, and then given fake tensors on the CPU,
-since a machine without the device cannot make fake tensors on it. Times are those of the named device. Collectives
-between the ops of a forward (tensor parallelism) take their bytes at `network_bytes_per_s`; those of FSDP run beside
-the compute and take no time of their own. Pipelines are not simulated. docs/distributed.md compares the predictions
-with real runs of 2 and 4 ranks.
+`estimate_parallel` does this for one rank of a large job, on a machine with no accelerator, for each of several
+layouts (the sizes of DDP, FSDP, tensor and context parallelism); with a budget, each step is also planned.
+`fully_shard` and `parallelize_module` run as in the real job, on torch's "fake" process group, which has any number
+of ranks and does not communicate. The trace therefore has rank 0's shards, gathers, reductions and activations. The
+model is built on the meta device and then given fake tensors on the CPU, since fake tensors cannot be made on a
+device that is not there.
+
+Times are those of the named device. Functional collectives (tensor parallelism) take their bytes at
+`network_bytes_per_s`; FSDP's are taken to overlap with compute and add no time. Pipelines are not simulated.
+docs/distributed.md compares the predictions with real runs of 2 and 4 ranks.
 """
 
 from __future__ import annotations

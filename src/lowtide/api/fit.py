@@ -1,14 +1,15 @@
 """`lowtide.plan` and `lowtide.fit`: from a model and a budget to a training step that holds it.
 
-`plan` traces one step and solves for the budget; the model is not changed. `fit` (`_fit` has its story) goes on from
-there: it applies the best few plans one after the other, measures real steps under each, and keeps the fastest whose
-measured peak is within the budget. If the peak measured under the solver's own plan is above the budget, the difference
-is added to the graph as memory that no plan can avoid, and `fit` solves again.
+`plan` traces one step and solves for the budget; the model is not changed. `fit` goes on from there: it applies the
+best few plans one after the other, measures real steps under each, and keeps the fastest whose measured peak is
+within the budget. If the solver's own plan measures above the budget, `fit` adds the excess to the graph as memory
+that no plan can avoid, and solves again. `_fit` lists these steps in order.
 
-`api/measure.py` traces the example steps and measures them, `api/plan_search.py` finds the plans, `api/tuner.py` picks
-one. The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
+`api/measure.py` traces the example steps and measures them, `api/plan_search.py` finds the plans, `api/tuner.py`
+picks one. The handle that `fit` returns plans again by itself for larger inputs (`eager/replanning.py`).
 
-Cost: one or two searches of up to `time_limit_s`, and real steps for about `tune_s` seconds.
+Cost: a search of up to `time_limit_s` per round, mostly one and at most four; with `split=True` also one for each set
+of splits; and real steps for about `tune_s` seconds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""`lowtide.fit_pipeline`: a plan for each stage of a pipeline, by the microbatches that are in flight there.
+"""`lowtide.fit_pipeline`: a plan for each stage of a pipeline, for the microbatches that it holds at once.
 
-A stage of `torch.distributed.pipelining` holds the activations of several microbatches at once: all of them under
-GPipe, as many as there are stages after it under 1F1B. Early stages hold more than late ones, so each stage gets its
-own plan.
+A stage of `torch.distributed.pipelining` holds the activations of all microbatches under GPipe. Under 1F1B it holds
+as many as there are stages from it to the last: early stages hold more than late ones, so each stage gets its own
+plan.
 
-One microbatch of each stage is traced on fake tensors, and `sweep` gives plans from the fastest to the smallest. A plan
-is chosen by what the rank would hold: the most microbatches in flight, by the schedule's own list of actions, times the
-bytes that a plan keeps from forward to backward, plus the most that one forward or backward takes on top. Then a real
-step of the schedule is measured; if the peak is above the budget, all ranks go on to smaller plans where needed and
-measure again. Ranks that run the same stages (data parallelism around the pipeline) choose the same plan.
+One microbatch of each stage is traced on fake tensors, and `sweep` gives plans from the fastest to the smallest. The
+fastest is chosen whose predicted peak fits. Beside parameters, gradients and optimizer state, that peak has the bytes
+that the plan keeps of a microbatch from forward to backward, times the most microbatches in flight by the schedule's
+list of actions, and the most that one forward or backward needs in addition. Then a real step of the schedule is
+measured. While the peak is above the budget on some rank, the ranks concerned go on to smaller plans and all measure
+again. Ranks that run the same stages (data parallelism around the pipeline) choose the same plan.
 
-Cost: one search per stage, and one step of the schedule per round.
+Cost: one step of the schedule to record the microbatches, one search per stage, and one step per round.
 """
 
 from __future__ import annotations

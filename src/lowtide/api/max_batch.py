@@ -1,11 +1,11 @@
 """`lowtide.max_batch`: the largest batch for which some plan fits into a budget.
 
-The search doubles the batch while a plan is found and then bisects; each size is traced on fake tensors and solved for.
-One real step under the resulting plan confirms it. If its measured peak is above the budget, the excess is added to all
-predictions and the search goes on with smaller batches.
+The search doubles the batch while a plan is found and then bisects; each size is traced on fake tensors and solved
+for. Real steps under the resulting plan confirm it. If their measured peak is above the budget, the excess is added
+to all predictions and the search goes on with smaller batches.
 
-Cost: one fake trace and one solve per size tried, about twice the logarithm of the result, and one real step per
-confirmation.
+Cost: one fake trace per size tried, about twice the logarithm of the result; a solve for each, and again after each
+excess; and two real steps per confirmation, eight confirmations at most.
 """
 
 from __future__ import annotations

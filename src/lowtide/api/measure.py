@@ -1,11 +1,13 @@
-"""`lowtide.measure`: peak memory and time of a call. `TracedStep` and `RealSteps`: the example steps of a user.
+"""`lowtide.measure`: peak memory and time of a call; and the traced and measured example steps of `fit`.
 
-On an accelerator peaks come from the allocator's own counters, on the CPU from the allocation events of torch.profiler.
+On an accelerator peaks come from the allocator's own counters, on the CPU from the allocation events of
+torch.profiler.
 
-`fit`, `plan` and `max_batch` begin with `trace_largest`. With several examples, all are first traced on fake tensors
-where possible, and only the one with the highest peak is traced for the plan. `fit` and `max_batch` then measure
-candidates by `RealSteps`: parameters, gradients, buffers, module attributes and random states are restored after each
-step, so that every plan is measured on the same step.
+`fit`, `plan` and `max_batch` begin with `trace_largest`, whose `TracedStep` has the examples and the graph of the one
+with the highest peak. Of several examples, that one is found by traces on fake tensors where possible.
+
+`RealSteps` runs the examples under the plan that is on the model, for `fit` and `max_batch`. Parameters, gradients,
+buffers, module attributes and random states are restored after each, so that every plan is measured on the same step.
 """
 
 from __future__ import annotations

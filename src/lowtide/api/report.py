@@ -1,7 +1,8 @@
 """`plan.report()` and `handle.report()`: a plan as an HTML page, a picture, Markdown or a Perfetto trace.
 
-`report_facts` simulates the step with and without the plan, and searches for the trade-off curve of the page, as many
-budgets as `time_limit_s` allows, coarse ones first. The package `reports` makes texts, tables and charts of the result.
+`report_facts` simulates the step with and without the plan. For a page it also searches for the trade-off curve:
+plans for some 17 budgets, first a few far apart and then those between, until `time_limit_s` is over. The package
+`reports` makes texts, tables and charts of the result.
 """
 
 from __future__ import annotations

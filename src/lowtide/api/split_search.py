@@ -1,22 +1,21 @@
-"""`SplitSearch`: which modules of a step can run in parts, and into how many parts, for `split=True`.
+"""`SplitSearch`: which modules of a step run in parts for `split=True`, and in how many.
 
-The trace of a step in which modules run in parts is a graph like any other: the parts are ops, with their bytes and
-seconds, and the solver plans regions and moves for it. The search over splits therefore traces the step with different
-splits, and solves for each. It first finds what can be split: output layers whose logits go to the loss only, and
-token-wise modules that need several times the memory of their input. It then looks for the fewest parts with which a
-plan fits, for the loss alone, and if that is not enough for the token-wise modules too. The peak for a number of parts
-is interpolated between the peaks that were simulated. The step with more and smaller parts is solved as well: memory
-that the loss does not need may save more time elsewhere.
+It looks for two kinds of modules: output layers whose logits only the loss reads, and token-wise modules (MLPs) that
+need several times the memory of their input. A step that is traced with such modules in parts is a graph like any
+other, in which the parts are ops, so the solver plans regions and moves for it.
 
-All traces of split steps run on fake tensors, once each. If the plain step was measured, their ops get its measured
-seconds (`with_costs_of`), so that plans can be compared.
+The search finds the fewest parts with which a plan fits: of the loss alone, and only if these are not enough of the
+token-wise modules too. Peaks of the plain step and of one with many parts are simulated under the usual checkpoints;
+for numbers of parts in between they are interpolated. The solver then plans the step with the fewest parts, and the
+one with more: memory that the loss no longer takes may allow a faster plan elsewhere.
 
-Where several ranks plan together, the lowest searches and the others run the traces that it asks for (`by_first`): a
-trace of a sharded model communicates.
+Steps in parts are traced on fake tensors where possible, once each. If the plain step was measured, their ops get its
+measured seconds (`with_costs_of`), so that plans can be compared. Where several ranks plan together, the lowest
+searches and the others run the traces that it asks for (`by_first`), as a trace of a sharded model communicates.
 
-Cost: a trace with 16 parts of the loss, which also finds what can be split, one with as few parts as will do, and a
-search on each. Only where these do not reach the budget, up to three traces more: with the most parts of the loss, and
-with some and the most parts of token-wise modules.
+Cost: a trace with 16 parts of the loss, one with the fewest parts, and a solve of each. Only where these do not reach
+the budget, up to three traces more, of the most parts of the loss, and of some and the most parts of token-wise
+modules.
 """
 
 from __future__ import annotations

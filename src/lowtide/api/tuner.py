@@ -1,10 +1,11 @@
-"""`Tuner`: picks the fastest candidate plan whose measured peak is within the budget, for `fit`.
+"""`Tuner`: runs the candidate plans of `fit` and keeps the fastest whose measured peak is within the budget.
 
-Predicted times and peaks can be wrong by several per cent, so candidates are compared on real steps. First each one
-runs a few steps, which gives its peak and a first time. Those that hold and are not clearly slower then take turns with
-each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. The
-fastest turn of each counts, as other processes only ever add time. After each round the slower ones are dropped. Only
-one plan is on the model at a time: memory that one of them holds never counts against another.
+Predicted times and peaks can be wrong by several per cent, so candidates are compared on real steps. Each one first
+runs a few steps, for its peak and a first time. Those within the budget and not clearly slower then take turns with
+each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. After
+each round the slower ones are dropped. The fastest turn of each counts, as other processes only ever add time. Of
+candidates within 1 % of the fastest, the one least sensitive to a slow host is kept. Only one plan is on the model at
+a time, so that memory of one never counts against another.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The backends that Dynamo calls for each graph, and the selection of the session that a compiled module runs for.
+"""The backends that Dynamo calls for each graph, and the session that a call of compiled code belongs to.
 
-- **`backend`, by its name.** `torch.compile(model, backend="lowtide", options={"budget": "12GiB"})` reaches `backend`
-  by the package's entry point. Dynamo calls it once for each graph; the graphs of one `torch.compile` call share a
+- **`backend`**, of `torch.compile(model, backend="lowtide", options={"budget": "12GiB"})`, is reached by the
+  package's entry point. Dynamo calls it once for each graph; the graphs of one `torch.compile` call share a
   `Session`, found by the identity of the options dict, which Dynamo passes unchanged. Each graph becomes a
   `PlannedGraph`, which inductor compiles.
-- **`shared_backend`, for `lowtide.compile`.** Dynamo keeps compiled code per function and backend, and stops compiling
-  a function after a few entries (`torch._dynamo.config.recompile_limit`). All models that are compiled with the same
-  options therefore share one backend, and equal blocks of all of them share their code. Which model's plan this code
-  follows is decided per call: `SessionCall` wraps the compiled call of a module and sets the current session.
+- **`shared_backend`**, of `lowtide.compile`, is one backend for all models that are compiled with the same options.
+  Dynamo keeps compiled code per function and backend, and stops compiling a function after a few entries
+  (`torch._dynamo.config.recompile_limit`); with one backend, equal blocks of all these models share an entry.
+  `SessionCall` wraps the compiled call of a module and sets the session whose plan the shared code follows.
 
 Code that Dynamo runs eagerly saves what autograd saves, whatever the budget. `SessionCall` notices a call in which no
-compiled graph ran, and `LimitWatch` a function that Dynamo has stopped compiling; both warn once, with the cure.
+compiled graph ran, and `LimitWatch` a function that Dynamo has stopped compiling; both warn once and say what to do.
 """
 
 from __future__ import annotations

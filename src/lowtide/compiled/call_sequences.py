@@ -1,18 +1,18 @@
-"""The calls of compiled graphs that make up a step, and the known steps that the present one may repeat.
+"""Records the calls of compiled graphs that make up a step, and finds the earlier step that it repeats.
 
-Which variant a call runs depends on its position in the step, and a step is known only when it has ended. `StepCalls`
-records the calls of the present step and finds where it ends. `KnownSequences` finds, call by call, which earlier step
-the present one repeats: a `CallSequence`, which holds the variants of its calls and what was measured with them.
-`settling` decides on those.
+Which variant a call runs depends on its position in the step, but a step is known only when it has ended. So each
+call is matched with earlier steps: `StepCalls` records the calls of the present step and finds where it ends;
+`KnownSequences` returns the earlier sequence of calls that the present one repeats so far. A `CallSequence` holds the
+variants chosen for its calls and what was measured with them; `settling` chooses them.
 
 - **Where a step ends.** A step is all calls until a backward begins, of one forward or of several. A forward that
   failed, or whose loss was deleted, does not count; neither do calls on which the loss does not depend.
-- **Steps that begin alike.** Where layers are skipped at random, several known steps begin with the same calls, and
-  which one the present step will repeat is not known. All of them run what is chosen for the longest, which saves
-  least.
+- **Steps that begin alike.** Where layers are skipped at random, several sequences begin with the same calls, and
+  which one the step will repeat is not known yet. The calls then run the variants of the longest of these sequences,
+  which save least.
 
-Cost: host time in every call of a compiled block. While all steps make the same calls, a call is compared with one
-number.
+Cost: host time in every call of a compiled block. While all steps make the same calls, each call takes one
+comparison.
 """
 
 from __future__ import annotations

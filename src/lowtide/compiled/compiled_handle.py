@@ -1,13 +1,12 @@
 """The handle that `lowtide.compile` puts on a model, with the same names as the one that `lowtide.fit` returns.
 
-`lowtide.handle_of(model)` returns it. The handle reads its numbers from the model's `Session`, which plans in the first
-step, so most of them are None or empty before that. It holds no reference to the model.
+`lowtide.handle_of(model)` returns it. The handle reads its numbers from the model's `Session`, which plans in the
+first step, so most of them are None or empty before that. It holds no reference to the model.
 
-A step of several compiled graphs, as in regional mode, is shown as one. `joined_step` puts the ops of its calls in the
-order in which they run: the forwards, then the backwards from the last call to the first. Values are renumbered; the
-output of a call lives until its backward begins, as the input of the next call. What is outside of the compiled graphs
-(embedding, head, loss) has no ops here: its memory is part of `other_bytes`. Nothing is decided by this step:
-`variant_choice` chooses, without joining graphs.
+For `handle.plan` and reports, `joined_step` shows the calls of a step as one graph: the forwards in order, then the
+backwards from the last call to the first. The output of a call lives until its backward begins, as the input of the
+next call. What is outside of the compiled graphs (embedding, head, loss) has no ops there; its memory is part of
+`other_bytes`. The joined graph is for display only: `variant_choice` decides without it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """One Dynamo graph, compiled in one or more variants that save different tensors for the backward.
 
-Dynamo compiles equal blocks once and calls the result for each of them. Here that result is a `PlannedGraph`. Whenever
-it is called it gets from the `Session` of the model which variant to run, so that equal blocks can save more or less
+Dynamo compiles equal blocks once and calls the result for each of them. Here that result is a `PlannedGraph`. In
+every call it asks the `Session` of the calling model which variant to run, so that equal blocks can save more or less
 depending on their position in the step. A variant is compiled when it is first needed. Equal blocks of several models
-share a graph and its variants: the session is asked for in every call.
+share a graph and its variants.
 
-- **Carrying out a choice.** `tag` marks every forward node of AOTAutograd's joint graph as saved or recomputed, and
-  torch's own partitioner splits the graph accordingly.
+- **Variants.** They go from what torch's partitioner saves by default to the fewest bytes; some are what torch's
+  partitioner saves under an `activation_memory_budget`.
+- **Compiling one.** `tag` marks every forward node of AOTAutograd's joint graph as saved or recomputed, and torch's
+  own partitioner splits the graph accordingly.
 - **Offload.** A compiled graph hands all its saved tensors to autograd when its forward ends. `BlockOffload` catches
   some of them with saved-tensor hooks and copies them to host memory while the next block runs; in the backward they
-  are copied back one block ahead. A block can therefore move what the link carries during one block's forward.
+  are copied back one block ahead. So a block can move as many bytes as the link carries during one block's forward.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ In the first step the session assumes that there are as many calls as the model 
 order of calls (`call_sequences`), and plans for that. The peak of a step in which nothing was compiled is measured,
 call by call (`step_profile`), and by what was measured the next choice is made, alike on all ranks (`settling`).
 
-A step ends when its backward begins, which the session sees in the next forward: `_end_step` then decides on it. A step
-that repeats what all steps before it did, with a settled choice, leaves nothing to decide.
+A step ends when its backward begins. The session acts on that in the next forward (`_end_step`). Once all steps have
+made the same calls and their choice is settled, there is nothing more to decide, and `_end_step` returns at once.
 """
 
 from __future__ import annotations

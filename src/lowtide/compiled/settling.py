@@ -1,26 +1,25 @@
-"""Decides from measured peaks and times which choice of variants a step runs next, the same on all ranks.
+"""Decides, from measured peaks and times, which variants the next step runs, the same on all ranks.
 
-After each step the session makes a `StepReport`. `SessionRanks` puts those of all ranks together, and `settle_further`
-sets the next choice of the step's `CallSequence`.
+After each step the session makes a `StepReport`. `SessionRanks` combines those of all ranks, and `settle_further`
+sets the next choice of the step's `CallSequence`, or settles it: from then on, its steps are not measured any more.
 
-- **Corrections.** Variants are chosen again with measured bytes in place of predictions, until a choice holds and none
-  is predicted to be faster: six measured steps at most. If none holds by then, the choices that save least are tried.
-- **Trials.** On an accelerator the choice that holds is then timed beside its alternatives, such as the one that also
-  moves tensors to host memory, in turns: clocks drift. One that is over the budget, or clearly slower, is dropped. An
-  alternative replaces the choice only if it was faster in clearly more turns than it was slower, so that alternatives
-  never make a step slower. Single steps are off by a few per cent and some are disturbed, so turns go on while it is
-  open which is faster. They cost little: they are steps of the training.
-- **Larger steps.** A choice is known to hold for steps up to a certain `StepSize`. Gradients that are kept from one
-  backward to the next (gradient accumulation) and longer batches in graphs with symbolic shapes make a step larger.
-  When such a step comes, the sequence is measured again with steps of that size, and only those count: a choice that
-  holds on the first part of an accumulated gradient may not hold on the second.
-- **Ranks.** They measure different peaks and times, and a budget that one rank cannot meet must not leave the others
-  waiting in a collective. In the first steps, after each backward and before the next forward, every rank therefore
-  sends its report. Budgets are reduced by MIN, peaks by MAX, and times are the lowest rank's. If all ranks have called
-  the same graphs, they take over what the lowest rank then decides. Ranks whose batches have other shapes run other
-  graphs: each of them decides for its own. A budget that does not hold is an error on all ranks, in the same forward.
-  When all have settled, the exchange ends and costs nothing any more. Steps of a new kind that come later are planned
-  by each rank on its own, since the others may not have them, and raise no error.
+- **Corrections.** Variants are chosen again with measured bytes in place of predictions, until a choice is within the
+  budget and none is predicted to be faster: six measured steps at most. If none is within the budget by then, the
+  choices with the smallest peaks are tried.
+- **Trials.** On an accelerator the choice that holds is timed in turns with its alternatives: what torch's
+  partitioner does alike in all calls, and the best choice with moves to host memory. One that is over the budget, or
+  clearly slower, is dropped. An alternative replaces the choice only if it was faster in clearly more turns than it
+  was slower. Single steps vary by a few per cent, so this takes many turns; they are steps of the training and cost
+  little.
+- **Larger steps.** A choice is known to hold for steps up to a certain `StepSize`: bytes of gradients kept from
+  earlier backwards (gradient accumulation), and of inputs with symbolic shapes. A larger step is measured again from
+  the start.
+- **Ranks.** In the first steps, before each forward that follows a backward, every rank sends its report. Budgets are
+  reduced by MIN, peaks by MAX, and times are the lowest rank's. If all ranks have called the same graphs, they take
+  over what the lowest rank decides; ranks whose batches have other shapes run other graphs, and each decides for its
+  own. A budget that does not hold is an error on all ranks, in the same forward, so that none waits in a collective.
+  The exchange ends when all have settled, or after 200 steps. New kinds of steps that come later are planned by each
+  rank on its own, and raise no error.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Chooses the variant that each call of a compiled step runs, so that the step's predicted peak fits the budget.
 
-A `Session` calls `VariantChooser.choose` with the graphs that a step calls, in order. A step of one graph is solved op
-by op (`solvers.compiled_search`). A step of several calls, such as one per block, shares the budget between them: each
-call gets one of its graph's variants, and may move saved tensors to host memory (`solvers.shared_budget`).
+A `Session` calls `VariantChooser.choose` with the graphs that a step calls, in order. A step of one graph is solved
+op by op (`solvers.compiled_search`). A step of several calls, such as one per block, shares the budget between them:
+each call gets one of its graph's variants, and may move saved tensors to host memory (`solvers.shared_budget`).
 
-Both need to know what else is in device memory meanwhile: parameters, the batch, optimizer state and, if a trace of the
-model is there, everything outside of the compiled blocks. `learn` replaces these predictions by what was measured.
+Both need to know what else is in device memory meanwhile: parameters, the batch, optimizer state and, if the model
+could be traced, everything outside of the compiled blocks. `learn` replaces these predictions by what was measured.
 
-Moving tensors to host memory and recomputing indices are used only if no choice without them fits. If one without
-moves fits, `alternatives` lists the choice with moves too, and the session times both.
+Where steps are measured, moves are used only if no choice without them fits, and ops that make indices (`topk`,
+`sort`) are recomputed only if nothing else fits. `alternatives` lists choices that may turn out faster, for the
+session to time: what torch's partitioner does under `activation_memory_budget`, and the best choice with moves.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""The protocol by which all ranks get one plan: common costs, one solver, a broadcast, and a comparison of hashes.
+"""How all ranks get one plan: common costs, one rank that solves, a broadcast, and a comparison of hashes.
 
-All ranks trace, since a step with collectives needs everyone. Their graphs differ in bytes and seconds, so fixed bytes
-are raised to the largest of any rank (`with_common_costs`), and times are the lowest rank's. That rank solves; its plan
-is sent to the others without its graph, and each rank attaches its own (`plan_of_first`). Plans name modules, so a plan
-made on one rank fits a graph on another if the ranks run the same modules. Retained outputs are named by the position
-of their op, and ranks may run different ops in a module: ring attention (context parallelism) does on a causal mask.
-They are therefore sent as `OpName`s and located in each rank's own graph. One that a rank cannot retain is retained on
-no rank.
+All ranks trace, since a step with collectives needs everyone. Their graphs differ in bytes and seconds, so memory
+that is allocated during the whole step is raised to the largest of any rank, and the step time is the lowest rank's
+(`with_common_costs`). The lowest rank solves; its plan is sent to the others without its graph, and each rank
+attaches its own (`plan_of_first`). Plans name modules, so a plan made on one rank fits a graph on another if both run
+the same modules.
 
-`check_same_plan` compares a hash of the decisions once the plan is on the model. It covers what changes the step, in a
-canonical order, and not predictions, names of graphs or positions of ops.
+Retained outputs are an exception: a plan names them by the position of their op, and ranks may run different ops in a
+module (ring attention skips blocks by rank under a causal mask). So they are sent as `OpName`s and located in each
+rank's own graph. An output that one rank cannot retain is retained on none.
+
+Once the plan is on the model, `check_same_plan` compares a hash of its decisions. Predictions are not part of it.
 """
 
 from __future__ import annotations

@@ -2,17 +2,18 @@
 
 Ranks that run different steps wait for each other in collectives until a time-out. Peaks, times, free memory and
 exceptions differ between ranks, so every decision of `fit` and `compile` that depends on one of them goes through
-`Ranks`: a number is reduced over all ranks (`min`, `max`), taken from the lowest rank (`first`), or a whole computation
-runs on the lowest rank only and its result is sent to the others (`made_by_first`). `together` ends a block with an
-exception on all ranks if it raised one on any.
+`Ranks`: a number is reduced over all ranks (`min`, `max`), taken from the lowest rank (`first`), or a whole
+computation runs on the lowest rank only and its result is sent to the others (`made_by_first`). `together` ends a
+block with an exception on all ranks if it raised one on any.
 
 Messages travel in a process group of their own, over gloo on the host. A rank that fails inside a step can therefore
 report it although the collectives of the step are incomplete. The other ranks receive the report when their own
 collective has timed out, so this group waits for twice the time-out of the group that it accompanies. Every message
 names the decision that it belongs to: ranks that are at different points raise `RankError` and do not wait.
 
-Without torch.distributed, or with one process, `Ranks` does nothing and costs nothing. `current()` is what code below
-`fit` uses; it is alone unless `fit` or `plan` has set it, since a rank may also trace a model of its own.
+`current()` returns the ranks that the running `fit`, `plan` or `fit_pipeline` decides with. Elsewhere it is this
+process alone, also in a distributed job, since a rank may trace a model that others do not have. A process alone
+sends nothing, and that costs nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Calls of patched modules, run as part of the regions that a policy or plan puts them in.
+"""Runs calls of patched modules inside the regions that a policy or plan puts them in, in forwards and replays.
 
-`apply` replaces the forward of modules (`PatchedModule`). When such a module is called, the handle looks up the call's
-`levels` in its `Decisions`: the regions that the call lies in, the outermost first. These are segments, which several
-calls share, and last the region of this call alone (both in `replay.region`). `RegionRunner` runs the call nested
-accordingly, in the forward and in every replay. Policies and plans share this code.
+`apply` replaces the forward of modules (`PatchedModule`). For each call of one, the handle looks up in its
+`Decisions` which regions the call lies in, the outermost first: segments, which the call shares with others, and at
+the innermost level a region of this call alone. `RegionRunner` runs the call inside them by `replay.region`. Policies
+and plans share this code.
 
-A handle may be switched off, removed or given another plan between a forward and its replays. A replay with other
-regions would save other tensors, so each forward has a `ForwardRun` with the decisions it started with and the number
-of calls so far, and `CallPart` keeps them for the replays. If the step itself calls a module several times,
-`StepForwards` numbers these forwards.
+A replay must run the regions of its forward, or it would save other tensors, although the handle may have been
+switched off or given another plan since. So each forward has a `ForwardRun`, with the decisions it started with and
+the number of calls of each module so far, and a `CallPart` keeps of it what the replay of one call needs. If the step
+itself calls a module several times, `StepForwards` numbers these forwards.
 """
 
 from __future__ import annotations

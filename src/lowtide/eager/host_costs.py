@@ -1,12 +1,13 @@
 """Measures the host time that the eager engine adds per region, save, retained output and move, on a small model.
 
 A step is often limited by the host, and the solver has to know what a plan adds there. `tracing.devices` calls
-`measure_engine_costs` once per process and device, through `register` below, and puts the result into traced graphs.
+`measure_engine_costs` for a device whose costs are not cached yet (registered below, as `tracing` must not import
+`eager`), and puts the result into traced graphs.
 
 The model is a stack of transformer blocks, so that code and data are in the caches as in a training step. Its tensors
 are small, so that the host is the slower of the two on an accelerator too. Steps with and without plans are timed in
-turns, and the fastest of each counts: other processes only ever add time. The costs are differences of such times, so
-one disturbed median would give a region that costs nothing, or retained outputs that never pay.
+turns. The costs are differences of such times, which one disturbed number could turn to zero; so the fastest step of
+each counts, and not the median: other processes only ever add time.
 """
 
 from __future__ import annotations

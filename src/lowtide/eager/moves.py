@@ -1,13 +1,13 @@
-"""Moves the saved tensors that a plan names to host memory or disk, or compresses them, until the backward.
+"""Moves the values that a plan names to host memory or disk, or compresses them, from forward to backward.
 
-A plan names a value by its position: the number of a save among those made directly by one call of one module, an input
-of a recomputed call, or an op output that such a call retains. `Moves` holds these for one plan on one model, with an
-`ActivationStore` for each destination. `AppliedPlan` enters `Counting`, saved-tensor hooks that count a call's saves,
-while a module with moves runs its own code; a patched module called from there suspends them until it returns, so that
-its saves are neither counted nor slowed down.
+A plan names a value by where it is held: the number of a save, among those that one call of a module makes itself; an
+input of a recomputed call; or an op output that a recomputed call retains. `Moves` holds these for one plan on one
+model, with an `ActivationStore` for each destination. The handle runs a call with moved saves inside `Counting`,
+saved-tensor hooks that count the saves. They are popped while a patched module inside that call runs (`set_aside`),
+so that its saves are neither counted nor slowed down.
 
-If other ops run than planned, another value is moved; it comes back unchanged like any other. Inside saved-tensor hooks
-of other code, such as a checkpoint or an offload around the model, nothing is moved.
+If other ops run than planned, another value is moved; it comes back unchanged like any other. Inside saved-tensor
+hooks of other code, such as a checkpoint or an offload around the model, nothing is moved.
 """
 
 from __future__ import annotations

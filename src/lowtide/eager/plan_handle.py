@@ -1,10 +1,10 @@
 """Carries out a plan on a live model. `AppliedPlan` is the handle that `fit` and `apply(model, plan)` return.
 
-A plan recomputes single calls of modules, retains op outputs inside them and moves values to host memory or disk. The
-handle patches every module that the plan names, and those that the step calls itself (`Plan.forwards`; mostly the model
-alone) to see where a forward begins. A module that is called several times in a step has one decision per call: each
-forward counts calls from where the one before it in the step ended, and a replay counts on from the call that it
-replays (`eager.calls`).
+A plan recomputes single calls of modules, retains op outputs inside them, moves values to host memory or disk, and
+may run modules in parts. The handle patches every module that the plan names, and those that the step calls itself
+(`Plan.forwards`; mostly the model alone), to see where a forward begins. A plan decides for each call of a module by
+its number in the step, so calls are counted: a forward continues the count of the forward before it in the step, and
+a replay starts at the number of the call that it repeats (`eager.calls`).
 
 Op outputs that a region retains are given by op position. If other ops run than planned, as in evaluation, the region
 retains other outputs or none; results stay the same.

@@ -1,10 +1,11 @@
-"""Adapters to the frameworks that people train with: one module per framework, with one line for the user to add.
+"""Integrations with training frameworks: one module per framework, with one line for the user to add.
 
     trainer = transformers.Trainer(..., callbacks=[lowtide.hosts.transformers.Budget("20GiB")])
 
 A module is imported when it is first used, so that `import lowtide` needs none of the frameworks and stays light. The
-modules use public names of lowtide only. `planning` holds what they share: example batches from a data loader,
-gradients that accumulation keeps, and the files and metrics of a fitted plan.
+modules use public names of lowtide only. `planning` holds what they share: the base class of callbacks, example
+batches from a data loader, gradients that accumulation keeps, and the files and metrics of a fitted plan. ("Host"
+means the framework in this package, and the CPU everywhere else.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What the adapters share: example batches, gradients kept by accumulation, files and metrics of a fitted plan.
+"""What the integrations share: the options and base class of callbacks, example batches, files and metrics.
 
-A plan is made from batches that the host's own data loader gives. Reading them must not change the training that
-follows, so random states are put back (`undisturbed`), and a data set that can be read only once is refused.
-`Examples` picks the batches: the first one, the largest of several (`probe=`), or one that the user describes
-(`largest=`). Batches that are larger still are planned for when they appear, as always under `lowtide.fit`.
+`BudgetOptions.fit` calls `lowtide.fit` when a training begins; `BudgetCallback` is the base class of callbacks. The
+plan is made from batches of the framework's own data loader. Reading them must not change the training that follows,
+so random states are restored (`undisturbed`), and a data set that can be read only once is refused. `Examples` picks
+the batches: the first one, the largest of several (`probe=`), or one that the user describes (`largest=`). Batches
+that are larger still are planned for when they appear, as always under `lowtide.fit`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     --override.imports 'lowtide.hosts.torchtitan.budget={"budget": "20GiB", "batch_size": 8, "seq_len": 2048}'
 
 torchtitan applies activation checkpointing to a model on the meta device, after tensor parallelism and before
-`torch.compile` and `fully_shard`. So the plan comes from a fake trace of a copy in the dtype that will be computed in,
-and nothing is measured. Parameters, gradients and optimizer state are counted as shards. A plan that was made and
-measured elsewhere can be given instead: `{"plan": "plan.json"}`.
+`torch.compile` and `fully_shard`. There is nothing to measure at that point: the plan comes from a fake trace of a
+copy of the model, in the dtype of the computation. Parameters, gradients and optimizer state are counted as this
+rank's shards in float32. A plan that was made and measured elsewhere can be given instead: `{"plan": "plan.json"}`.
 
 The graph trainer traces forward and backward into one graph and lets a memory policy mark its nodes. Importing this
 module registers the policy "lowtide": use the same override, and `--compile.memory_policy lowtide`.

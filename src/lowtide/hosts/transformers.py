@@ -3,12 +3,13 @@
     Trainer(model, args, train_dataset=data, callbacks=[lowtide.hosts.transformers.Budget("20GiB")])
 
 When training begins, the callback plans with `lowtide.fit`: from batches of the trainer's own data loader, with the
-loss that its `training_step` passes to `accelerator.backward`, and with its optimizer, whose state counts before it
-exists. With gradient accumulation the gradients count too, as they exist in every later step. When training ends, the
-plan is removed. Evaluation, prediction and `generate()` build no autograd graph and run as without the callback.
+loss that its `training_step` passes to `accelerator.backward`, and with its optimizer. The plan counts the
+optimizer's state before the first step allocates it, and with gradient accumulation also the gradients that later
+backwards add to. When training ends, the plan is removed. Evaluation, prediction and `generate()` build no autograd
+graph and run as without the callback.
 
-`on_train_begin` runs once more if `auto_find_batch_size` starts over, or if `train()` is called again: the old plan is
-removed first. The plan, the report and the file from which a resumed training reads the plan are in
+`on_train_begin` runs once more if `auto_find_batch_size` starts over, or if `train()` is called again: the old plan
+is removed first. The plan, the report and the file from which a resumed training reads the plan are in
 `<output_dir>/lowtide`.
 """
 

@@ -1,10 +1,10 @@
-"""Capture profiles: which ops a region runs, and at which of its saved tensors the outputs of given ops appear.
+"""Records, in one replay of a region, which of its saved tensors carry the op outputs that a plan retains.
 
-A plan names the ops whose outputs a region retains. A forward without a dispatch mode sees only what autograd saves, so
-`retained` has to know which saves carry these outputs. `CaptureProfileMode` runs one full replay and records that; its
-result is a `CaptureProfile`. It leaves out outputs that a later replay could not return safely: those that are written
-to, those that depend on a generator which is drawn from before they are saved, and those of an op with several outputs
-of which one is never saved.
+A plan names ops by position, but a forward without a dispatch mode sees only what autograd saves. So `retained` runs
+one full replay under `CaptureProfileMode`, which finds out at which save each of these outputs appears; the result is
+a `CaptureProfile`. It leaves out outputs that a later replay could not return safely: those that are written to,
+random ones if the generator is drawn from again before they are saved, and those of an op with several outputs of
+which one is never saved. (Not the capture of a CUDA graph.)
 
 `UnseenWrites` detects writes to op outputs that neither an op nor a version counter shows, as custom kernels make. It
 compares checksums of the outputs in the first profile of a region.

@@ -1,19 +1,19 @@
 """Index choices: the integer outputs of `topk`, `sort`, `argmax`, `nonzero` and similar ops, repeated by every replay.
 
 A mixture-of-experts router picks the experts of a token with `topk`. A replay computes the scores again, and with
-kernels that are not deterministic a near tie may go to another expert. The gradients would be those of another
-function, and with `grouped_mm` no shape would show it. So the forward keeps one small copy of each integer output, and
-replays return these copies. Everything derived from them is then the same too.
+kernels that are not deterministic a near tie may go to another expert. The gradients would then be wrong, and as
+shapes are the same with `grouped_mm`, no check would notice. So the forward keeps one small copy of each integer
+output, and replays return these copies. Everything derived from them is then the same too.
 
 Results of collectives that reduce or exchange tensors between ranks (tensor and expert parallelism) are kept in the
 same way: a replay does not communicate, and does not wait for other ranks. A functional collective has two ops. The
-first starts it, and in a replay returns an empty tensor; the second, `wait_tensor`, returns the result of the forward.
-One that writes to its argument (`torch.distributed.all_to_all_single`) is waited for in the forward, and a replay
-copies its result to the argument.
+first starts it, and in a replay returns an empty tensor; the second, `wait_tensor`, returns the result of the
+forward. One that writes to its argument (`torch.distributed.all_to_all_single`) is waited for in the forward, and a
+replay copies its result to the argument.
 
-The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores the
-position in that log at which it begins, so that its own replay and the outer one read the same entries. Only modules
-whose own ops have such outputs run under a dispatch mode, and only inside of regions.
+The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores
+the position in that log at which it begins, so that its own replay and the outer one read the same entries. Only
+modules whose own ops have such outputs run under a dispatch mode, and only inside of regions.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A state is the output of the layer at a position, a tensor or a numpy array; the input is the state at position -1.
 
-- `LayerState` captures random states, torch's modes, modules and closed-over values at a position where a replay may
-  start. One capture serves all layers up to the next, as the replay changes these values in the same way.
-- `KeptStates` holds states in an `ActivationStore`, which may be shared and may evict some of them. Evictions are
-  counted when a state is looked up and is missing. States that are left when the object is deleted are released.
+- `LayerState` captures random states, torch's modes, modules and closed-over values before the layer at which a
+  replay may start. The layers after it need no capture of their own: they change these values again in the replay.
+- `KeptStates` holds states in an `ActivationStore`, which may be shared and may evict some of them. It notices
+  evictions at look-ups, and when it stores the next state. States that are left when the object is deleted are
+  released.
 - `LayerPass` records which layers ran, and replays them from the nearest kept state in the order they ran.
 """
 

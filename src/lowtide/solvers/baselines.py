@@ -1,11 +1,12 @@
 """Candidates that users would write themselves with `torch.utils.checkpoint`.
 
-`reference_plans` has the four rules that reports compare a plan with. `baseline_plans` adds checkpoints on subsets of
-the blocks. A checkpoint on every k-th block is the scheme of Chen et al. (2016, "Training deep nets with sublinear
-memory cost"). The eager search always includes them, so that its plan is never slower in simulation than these rules.
+`reference_plans` has the four rules that reports compare a plan with: no plan, a checkpoint per block or every second
+one (Chen et al. 2016, "Training deep nets with sublinear memory cost"), and selective checkpointing. `baseline_plans`
+adds checkpoints on the first or the last `n` blocks, or on every subset of up to six. The eager search always includes
+them, also when its time limit is spent, so that its plan is never slower in simulation than these rules.
 
 Cost: one simulation of a single time line each. The seconds replayed are a lower bound on a baseline's time, and
-baselines whose bound exceeds the best candidate so far are skipped. Never skipped as a whole.
+baselines whose bound exceeds the best candidate so far are not simulated in full.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The search for plans of a compiled step: which forward values are saved; the others are recomputed one by one.
 
-`min_cut` gives the optimal choices for every price per byte at a critical point. The corners of that hull, and mixes of
-neighbouring corners (ops up to a position as in the smaller corner, because early values live longest, later ops as in
-the faster one), form a `CutFamily`, numbered from fast to small. The first member whose *simulated* peak fits the
-budget is found by bisection (`interpolation.first_fitting`); the fastest over all families is the plan. Families do not
-depend on the budget, so a larger budget never gives a slower plan.
+`min_cut` gives the optimal choices for every price per byte held at a critical point, an op at which the step peaks.
+These choices are the corners of a hull of seconds over bytes. A mix of two neighbouring corners decides ops up to
+some position as the smaller one does, as early values live longest, and later ops as the faster one. Corners and
+mixes form a `CutFamily`, numbered from fast to small. The first member whose *simulated* peak fits the budget is
+found by bisection (`interpolation.first_fitting`). The plan is the fastest over all families and the usual
+checkpoints. Families do not depend on the budget, so a larger budget never gives a slower plan.
 
 **Anchors.** If nothing is saved along the forward, the first value that the backward needs has the whole forward
 recomputed and live at once, and the peak rises again at small budgets. Anchors are values at which the forward is
 narrow: inputs of blocks, or values that are the only live activation at some op. With an anchor saved, nothing before
-it is recomputed until the backward gets there. Further families save all anchors, every second, every fourth and so on:
-the square-root checkpoints of Chen et al. (2016) are among them.
+it is recomputed until the backward gets there. Further families save all anchors, every second, every fourth and so
+on: the square-root checkpoints of Chen et al. (2016) are among them.
 
 Cost: one hull per family (up to 48 maximum flows each), one simulation per corner and bisection step.
 """

@@ -6,21 +6,24 @@
    price per byte there, and `interpolation.HullPath` the candidates in between. The first of a path whose *simulated*
    peak fits is found by bisection. Further paths: without regions that contain several layers, with a discount on
    bytes that can be offloaded, with encoded values (`compression`).
-2. Offload (`placement`): paths whose layers change in an evenly spread order, and `LinkLoads`.
+2. With `host=`, offload (`placement`): further paths whose candidates move values, along which evenly spread layers
+   change and not the first ones; and `LinkLoads`.
 3. Segments (`segment_search`).
-4. Candidates of the first path with split and nested regions (`nesting`), where replays exceed the budget.
+4. Candidates of the first path whose replays hold more than its critical point, with regions split or nested
+   (`nesting`) until they do not.
 5. Baselines (`baselines`).
 6. Up to 3,000 ops: other sets of regions, and the smallest peak (`local_search`).
 
 No generator depends on the budget. For each of them a larger budget gives no slower candidate, so neither does the
-fastest of all. The hulls also give the lower bound (`lower_bound_s`).
+fastest of all. The hulls also give the lower bound (`lower_bound_s`). Once the time limit is spent and a candidate
+fits, the remaining generators but the baselines are skipped.
 
 **Two time lines.** Seconds on one line (host or device) add up over regions, as the hull requires; the seconds of the
 step, the longer of both, do not. So `TwoLineSearch` runs an `EagerSearch` on the graph of each line, and every
-candidate is simulated with both lines. Only the line that limits the plain step is searched, unless the other works at
-least half as long. A small share of the other line is mixed in, so that of candidates equal on one line the one that
-costs the other less is preferred. A step takes no less than either line, so the larger of their bounds is a bound for
-the step.
+candidate is simulated with both lines. Only the line that limits the plain step is searched, unless the other works
+at least half as long. A small share of the other line is mixed in, so that of candidates equal on one line the one
+that costs the other less is preferred. A step takes no less than either line, so the larger of their bounds is a
+bound for the step.
 """
 
 from __future__ import annotations
@@ -233,7 +236,7 @@ class EagerSearch:
                     fastest = faster(fastest, nested)
         for seconds, regions, codecs in self._baselines:
             least_s = self._visible_s(seconds)
-            if fastest is None or not (is_late() or least_s > fastest.extra_s * (1 + 1e-9)):
+            if fastest is None or least_s <= fastest.extra_s * (1 + 1e-9):
                 baseline = self.cost(regions, 0.0, codecs)
                 fastest = faster(fastest, baseline if baseline.peak_bytes <= budget else None)
         if fastest is None or "_explored" in vars(self) or not is_late():

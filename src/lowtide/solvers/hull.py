@@ -1,19 +1,19 @@
 """The optimal regions for every price per byte (the time/memory hull), and a lower bound on the time of any plan.
 
-Lagrangian relaxation (Everett 1963): instead of a budget, put a price on each byte held at one **critical point**, the
-op `at` at which a step peaks, and minimise `seconds + price * bytes`. `Pricing.best` solves that exactly over all plans
-that the eager engine can run. A forward op is outside of every region, and its saved tensors are held; or it is inside
-one and runs again, or its output is retained. Given a price, each op of a region decides independently
-(`region_costs`), a region costs the sum over its ops and inputs, and the best regions follow from the leaves of the
-module tree upwards: a call is one region, or the best for its ops and the calls inside it. Nested regions change what a
-replay holds, not what the forward leaves behind, so the hull has none (`nesting`); nor has it segments
+Lagrangian relaxation (Everett 1963): instead of a budget, put a price on each byte held at one **critical point**,
+the op `at` at which a step peaks, and minimise `seconds + price * bytes`. `Pricing.best` solves that exactly over all
+plans that the eager engine can run. A forward op is outside of every region, and its saved tensors are held; or it is
+inside one and runs again, or its output is retained. Given a price, each op of a region decides independently
+(`region_costs`), and a region costs the sum over its ops and inputs. The best regions are found from the leaves of
+the module tree up: a call either is one region, or costs what its own ops and the calls inside it do. Nested regions
+change what a replay holds, not what the forward leaves behind, so the hull has none (`nesting`); nor has it segments
 (`segment_search`).
 
-`hull` varies the price and returns the corners of the convex hull of seconds over bytes. Each price also gives a bound:
-a plan that holds at most `allowed` bytes at the critical point takes at least `least - price * allowed` seconds
-(`Hull.least_s`). For that, no value may be charged twice, and none that a plan might not hold
-(`region_costs.HeldValues`). With `bounds_segments`, calls are charged less, so that the bound also covers plans with
-segments.
+`hull` varies the price and returns the corners of the convex hull of seconds over bytes. Each price also gives a
+bound: a plan that holds at most `allowed` bytes at the critical point takes at least `least - price * allowed`
+seconds (`Hull.least_s`). For the bound to be valid, no value is charged to two calls, and none that a plan may have
+freed by then is charged at all (`region_costs.HeldValues`). With `bounds_segments`, calls are charged less, so that
+the bound also covers plans with segments.
 
 Cost: up to 64 prices, each linear in ops and calls (numpy). `EagerSearch` builds a hull per critical point and per
 combination of offload discount and codecs. Never skipped.

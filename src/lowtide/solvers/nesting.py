@@ -1,13 +1,13 @@
-"""Smaller regions, and regions inside regions, where the replay of a region exceeds a given memory level.
+"""Smaller regions, and regions inside regions, where the replay of a region needs more than a number of bytes.
 
-While a region is replayed, all its saved tensors are live at once. If that exceeds the level, the region is split into
-the calls inside it (more inputs are held, nothing is replayed twice), or those calls become regions inside it (each
-level of nesting replays its ops once more). For a chain of equal layers, nesting is the idea of revolve (Griewank and
-Walther 2000); here the levels are those of the module tree.
+While a region is replayed, all its saved tensors are live at once. If the step then exceeds the limit (`level`), the
+region is split into the calls inside it (more inputs are held, nothing is replayed twice), or those calls become
+regions inside it (their ops run once more for each depth of nesting). For a chain of equal layers, nesting is the
+idea of revolve (Griewank and Walther 2000); here regions nest as modules do.
 
-`EagerSearch` applies this to candidates of the first hull path until their simulated peak is below the level.
-`neighbours` gives the local searches all sets of regions that differ by one step. Cost: one simulation per level, at
-most twelve per candidate.
+`EagerSearch` applies this to candidates of the first hull path until their simulated peak is below the limit.
+`neighbours` gives the local searches all sets of regions that differ by one step. Cost: one simulation per split or
+depth, at most twelve per candidate.
 """
 
 from __future__ import annotations

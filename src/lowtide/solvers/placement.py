@@ -1,16 +1,18 @@
 """Offload: which values of a plan move to host memory, and candidates whose regions retain outputs to move.
 
-`OffloadSelector.plan` turns the decisions of a candidate into a `Plan`. It walks the forward and picks values as a link
-with a given share of the bandwidth could take them without falling behind by more than a sixteenth of the forward, so
-that copies run beside the compute, spread over all layers. A value is picked only if it can also come back before it is
-read. (Beaumont, Eyraud-Dubois and Shilova 2021 combine recomputing and offload optimally on chains.)
+`OffloadSelector.plan` turns the decisions of a candidate into a `Plan`. It goes through the forward in order and
+moves each value that the link can take, at a given share of its bandwidth: the copy has to start within a sixteenth
+of the forward after the value was saved, and the value has to be back before it is read. So copies run beside the
+compute, spread over all layers. (Beaumont, Eyraud-Dubois and Shilova 2021 combine recomputing and offload optimally
+on chains.)
 
-`Placement` names every position at which a value is held: its saves outside of regions, and regions that hold it as an
-input or a retained output. The value leaves the device only if all of them release it, so a plan has a `Move` for each.
+`Placement` names every position at which a value is held: its saves outside of regions, and regions that hold it as
+an input or a retained output. The value leaves the device only if all of them release it, so a plan has a `Move` for
+each.
 
-`LinkLoads` generates candidates for a busy link. A `HullPath` changes layer after layer, and the link has nothing to
-copy beside layers that hold nothing. Here every region retains outputs in proportion to its forward time, those that
-take longest to recompute per byte first, and candidates differ in that rate.
+`LinkLoads` generates candidates that keep the link busy. Along a `HullPath` some layers are recomputed from their
+inputs alone, and the link has nothing to copy while they run. Here every region retains outputs in proportion to its
+forward time, those that take longest to recompute per byte first; candidates differ in bytes per second of forward.
 
 Cost: sorting per plan; a plan with moves is simulated op by op, about 25 times as long as one without. Skipped unless
 the user passes `host=`.

@@ -2,16 +2,17 @@
 
 `RegionCosts` decides which outputs a region retains at a price. A replay ends at the last saved tensor that was
 dropped, so retained outputs also decide which ops run again. For each possible end: ops before it run again, or their
-outputs are retained, whichever is cheaper; of later ops, all saved outputs are retained. The best end lies between the
-last saved tensor that no plan can retain (`least`) and the last saved tensor.
+outputs are retained, whichever is cheaper; of later ops, all saved outputs are retained. The best end lies between
+the last saved tensor that no plan can retain (`least`) and the last saved tensor.
 
-`HeldValues` attributes the bytes at the critical point (op `at` of the plain step) to calls. Every plan holds what the
-plain step holds there, except values that only saved tensors keep alive and that a region recomputes. To keep the bound
-valid, a value that some plan may not hold is not counted: saved tensors that are never read, values recomputed and
-released before, and whatever a replay before this point has released.
+`HeldValues` charges the bytes that the plain step holds at the critical point (op `at`). Saved tensors that only
+autograd holds there, and that the backward has yet to read, are charged to a call, which may recompute them; what
+every plan holds is in `base_bytes`. Left out of both, to keep the bound valid, is what some plan may not hold at that
+point: saved tensors that are never read, values recomputed and released before, and whatever a replay before this
+point has released.
 
-The functions at the end say which calls can be regions and which ops' outputs a region may retain. Cost: linear in ops,
-saves and calls, once per graph and critical point; `RegionCosts.costs` is vectorised over calls, per price.
+The functions at the end say which calls can be regions and which ops' outputs a region may retain. Cost: linear in
+ops, saves and calls, once per graph and critical point; `RegionCosts.costs` is vectorised over calls, per price.
 """
 
 from __future__ import annotations

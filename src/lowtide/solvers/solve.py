@@ -1,12 +1,16 @@
 """Entry points of the solvers: `solve` (one budget), `sweep` (many budgets) and `shortlist` (several plans for `fit`).
 
-`shortlist` returns a few different plans for one budget, which `fit` runs and times, because predictions can be wrong:
-the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list has the
-fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the fastest
-without nested regions and retained outputs; and faster plans that exceed the budget by a few per cent in simulation.
+`solve` returns the fastest plan found whose simulated peak fits, with a bound on how much faster any plan could be.
+`sweep` solves many budgets with one search and adds the plans that users would write themselves.
 
-Cost of `shortlist`: a second search where offload is allowed, about a third of a search for the plan with 2 % more
-memory, and some thirty simulations.
+`shortlist` returns up to eight different plans for one budget, which `fit` runs and times, because predictions can be
+wrong: the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list
+has the fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the
+fastest without nested regions and retained outputs; and faster plans that exceed the budget in simulation, by a few
+per cent (torch's checkpoints by up to 25 % if no plan fits).
+
+Cost of `shortlist`: one search, or with `host=` two with half of `time_limit_s` each; about a third of a search for
+the plan with 2 % more memory; and some thirty simulations.
 """
 
 from __future__ import annotations

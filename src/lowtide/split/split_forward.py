@@ -1,13 +1,13 @@
 """`SplitForward`: the forward of a module that runs in parts, and the three places that put it on a model.
 
 - The eager engine calls `run` in place of a module's own forward, for the splits of a plan.
-- `splitting` does the same for as long as a step is traced. The trace of a split step is a graph as any other, in which
-  the parts are ops, and the solver plans for it.
-- `SplitHead` is for `lowtide.compile(split=True)`: where blocks are compiled one by one, the output layer and the loss
-  run uncompiled after them. The number of parts follows from the budget, not from a search: as many as bring the logits
-  of a part, with their float copy and gradients, to a sixteenth of it. Logits that are that small in one part are left
-  alone. The trace of the first forward runs with the split, and the blocks are planned for the memory that it leaves.
-  A whole compiled graph contains the layer, and often the loss: there `compile` refuses `split=True`.
+- `splitting` patches modules while a step is traced: the parts are then ops of the graph, and the solver plans for
+  it.
+- `SplitHead` patches the output layer for `lowtide.compile(split=True)`, where blocks are compiled one by one and the
+  output layer and the loss run uncompiled. The number of parts is the smallest power of two for which the logits of a
+  part, with their float copy and gradients, take at most a sixteenth of the budget; smaller logits run whole. The
+  first forward is traced with the split, so the blocks are planned for the memory that it leaves. A model compiled as
+  one graph contains the layer: `compile` then refuses `split=True`.
 
 A split that cannot be carried out, as the module is called with other arguments or turns out to mix tokens, is logged
 once; the module then runs as it is.

@@ -1,15 +1,16 @@
 """Speeds and memory of devices, for predicted op times; and what the eager engine costs the host on this machine.
 
 `DEVICES` is a table of common accelerators, so that a step can be traced for a device that this machine does not have
-(`trace(..., device="H100")`). FLOP/s and bandwidths are the vendors' figures without sparsity; `MATMUL_EFFICIENCY` and
-`MEMORY_EFFICIENCY` are the shares that large kernels reach. Link speeds are those of pinned copies over the usual PCIe
-slot. For the device that the trace runs on, `link_bytes_per_s` and `free_bytes` measure.
+(`trace(..., device="H100")`). FLOP/s and bandwidths are the vendors' figures without sparsity; `MATMUL_EFFICIENCY`
+and `MEMORY_EFFICIENCY` are the shares that large kernels reach. Link speeds are those of pinned copies over the usual
+PCIe slot. For the device that the trace runs on, `link_bytes_per_s` and `free_bytes` measure.
 
-`engine_costs` are host seconds per region, saved tensor, dispatched op and move of a plan, which the simulator adds to
-the host's time line. `eager.host_costs` registers the function that measures them, since this package must not import
-`eager`. They are measured once per machine, device and versions, in a few seconds, and cached as JSON under
-`LOWTIDE_CACHE_DIR`, else in lowtide's folder in `XDG_CACHE_HOME` or `~/.cache`. If that folder cannot be written, every
-process measures again.
+`engine_costs` are host seconds per region, saved tensor, dispatched op, retained output and move of a plan, which the
+simulator adds to the host's time line. `eager.host_costs` registers the function that measures them, since this
+package must not import `eager`. They are measured once per machine, device and versions, in a few seconds, and cached
+as JSON under `LOWTIDE_CACHE_DIR`, else in lowtide's folder in `XDG_CACHE_HOME` or `~/.cache`. If that folder cannot
+be written, every process measures again. Fake traces for accelerators take `ENGINE_COSTS`, measured on the host of an
+H200.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`find_regions`: choose the modules of a model that policies and the compiled engine treat as its layers.
+"""`find_regions`: choose the layers of a model that `apply(model, policy)` and the compiled engine work on.
 
 By default these are the repeated blocks: members of a container (`nn.ModuleList`, ...), or several attributes of one
-class, that have weights and are more than a single layer of torch. `regions=` overrides this with name patterns,
-classes or predicates. Only names, classes and parameter shapes are inspected; the model is not run.
+class, that have weights and are more than a single layer of torch. A model without such blocks has the single layers
+of which a container holds several. `regions=` overrides this with name patterns, classes or predicates. Only names,
+classes and parameter shapes are inspected; the model is not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preconditions of a trace: checks of model, loss and recordings; a process-wide lock; collections; `use_cache` off.
+"""Checks before and after a trace; a process-wide lock; and `use_cache` of Hugging Face models switched off.
 
 **Checks** raise `TypeError`, `ValueError` or `TraceError` with what was found and what to do: the model is on several
 devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary between steps. `trace`, `fit` and
@@ -6,13 +6,15 @@ devices, `loss_fn` returns no scalar, no parameter gets a gradient, the ops vary
 
 **Lock** (`one_at_a_time`): traces and measurements register global module hooks, start torch's profiler, of which a
 process can have one, and restore random states shared by all threads. Two at once would record each other's ops, so
-calls from several threads wait for each other. `old_objects_frozen` makes the garbage collections of `fit` cheap.
+calls from several threads wait for each other.
 
-**`CacheOff`**: with `config.use_cache` at its default, each layer of a Hugging Face model appends to a key/value cache
-in every forward. Such a layer cannot be recomputed, as it would append again. Training does not use the cache, and
-Hugging Face's own gradient checkpointing switches it off; lowtide sets the same switch while a model is traced or has a
-plan. `use_cache=True` passed to the model, as `generate()` does, overrides the switch; layers that then append to a
-cache are left out of plans (`StepGraph.unreplayable`).
+**`CacheOff`**: with `config.use_cache` at its default, each layer of a Hugging Face model appends to a key/value
+cache in every forward. Such a layer cannot be recomputed, as it would append again. Training does not use the cache,
+and Hugging Face's own gradient checkpointing switches it off; lowtide sets the same switch while a model is traced or
+has a plan. `use_cache=True` passed to the model, as `generate()` does, overrides the switch; layers that then append
+to a cache are left out of plans (`StepGraph.unreplayable`).
+
+`old_objects_frozen` lets the garbage collections of `fit` skip objects that existed before it.
 """
 
 from __future__ import annotations
