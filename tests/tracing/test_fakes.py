@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,25 @@ def test_a_trace_that_fails_leaves_no_fakes_in_caches() -> None:
     with pytest.raises(lowtide.TraceError, match="fake tensors"):
         lowtide.trace(model, lambda x: model(x).sum(), x, mode="fake")
     assert torch.equal(_cached(8)["cos"][1], _made(8))
+
+
+def test_locals_of_a_step_that_failed_are_cleared_and_those_of_an_error_before_it_are_not() -> None:
+    def failing(given: list[int]) -> None:
+        raise ValueError(str(given))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        y = model(x)
+        return y[y > 0].sum()  # of as many values as there are
+
+    model = nn.Linear(8, 8)
+    try:
+        failing([1])
+    except ValueError as error:
+        with pytest.raises(lowtide.TraceError) as raised:
+            lowtide.trace(model, loss_fn, torch.randn(4, 8), mode="fake")
+        (frame,) = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is failing.__code__]
+        assert frame.f_locals == {"given": [1]}
+    cause = raised.value.__cause__
+    assert cause is not None
+    (frame,) = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code is loss_fn.__code__]
+    assert "y" not in frame.f_locals

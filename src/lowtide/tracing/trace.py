@@ -18,6 +18,8 @@ import contextlib
 import functools
 import gc
 import platform
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -283,6 +285,7 @@ def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], repo
     # A batch for a model on the meta device will be moved to where the model goes.
     faker = Faker(step.device, moves_all=step.is_foreign or step.is_on_meta)
     recorders: list[Recorder] = []
+    handled = sys.exc_info()[1]
 
     def before_write(target: Tensor | torch.Generator) -> None:
         restorer.before_write(target)  # copies no fakes, so nothing of the model
@@ -314,10 +317,9 @@ def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], repo
                         tensor.grad = faker.gradient_before(tensor)
                 if len(recorders) == 1 and can_stop(recorder):
                     break
-    except (TraceError, KeyboardInterrupt):
-        raise
     except Exception as error:
-        if isinstance(error, _compat.fake_errors()) and not reports:
+        _clear_locals(error, handled)
+        if isinstance(error, TraceError) or (isinstance(error, _compat.fake_errors()) and not reports):
             raise
         raise FakeTraceError(
             f"the step cannot be traced on fake tensors: {type(error).__name__}: {str(error)[:300]}\n"
@@ -331,6 +333,16 @@ def _record_fake(step: _StepOnDevice, can_stop: Callable[[Recorder], bool], repo
         if any(recorder.survivors() for recorder in recorders):
             uncache(faker)
     return recorders
+
+
+def _clear_locals(error: BaseException | None, before: BaseException | None) -> None:
+    """Clear the local variables of the functions that an error has ended, in which the step's fake tensors live on.
+
+    `before` is the error that was being handled when the step began, if any: its functions are not the step's.
+    """
+    while error is not None and error is not before:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _trace_real(step: _StepOnDevice) -> StepGraph:
