@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,4 +28,5 @@ def test_the_demo_is_exact_and_holds_its_budget(
     shown = capsys.readouterr().out
     assert "held, with the same gradients" in shown
     assert "losses over 2 steps equal to the last bit: True" in shown
-    assert "slower measured" in shown.split("made in")[-1] and (tmp_path / "demo.html").stat().st_size > 10_000
+    assert re.search(r"(slower|faster) measured", shown.split("made in")[-1])
+    assert (tmp_path / "demo.html").stat().st_size > 10_000

@@ -220,7 +220,8 @@ class Counter:
         handle: Any = SimpleNamespace(
             model=job.model, measured_peak_bytes=0, plan=Plan(), shapes=SimpleNamespace(all=[])
         )
-        return BudgetWatch(handle, torch.device("cuda", 0), budget, 0, 0)
+        graph: Any = SimpleNamespace(optimizer_state_bytes=0, bytes_before=0)
+        return BudgetWatch(handle, torch.device("cuda", 0), budget, graph)
 
 
 @pytest.fixture

@@ -191,10 +191,8 @@ def _fit(model: nn.Module, request: FitRequest, apply: Callable[[nn.Module, Plan
             if not ranks.is_alone and not had_tracker:
                 _share_random_state(ranks)
             handle.ranks, handle.refitter = ranks, Refitter(request).refit
-            static_bytes = sum(size for kind, size in step.graph.static_bytes.items() if kind != "gradients")
-            states_bytes = step.graph.optimizer_state_bytes
             optimizer = plain_optimizer(step.optimizer)
-            handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, states_bytes, static_bytes, optimizer)
+            handle.watch = BudgetWatch(handle, step.device, search.budget_bytes, step.graph, optimizer)
             _log_fitted(handle, search.budget_bytes)
         undo.pop_all()  # nothing has failed, on any rank
     return handle

@@ -122,12 +122,12 @@ class _Stage:
     def use(self, plans: list[Plan]) -> None:
         """Take these plans over, and find their sizes."""
         assert self.graph is not None
-        fixed = sum(self.graph.static_bytes.values()) - self.graph.static_bytes["gradients"]
         self.plans, self.sizes = plans, []
         for plan in plans:
             timeline = simulate(self.graph, plan)
             # Gradients of earlier microbatches exist already: they are part of what the rank holds anyway.
-            live = timeline.total_bytes - timeline.live_bytes[:, KINDS.index("gradients")] - fixed
+            gradients = timeline.live_bytes[:, KINDS.index("gradients")]
+            live = timeline.total_bytes - gradients - self.graph.bytes_before
             num_forward = int((timeline.phases == PHASES.index("forward")).sum())
             held = max(0, int(live[min(num_forward, len(live) - 1)]))
             self.sizes.append((held, max(0, int(live.max()) - held)))

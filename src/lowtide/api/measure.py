@@ -246,9 +246,8 @@ class RealSteps:
         """The measured peak with the bytes that it does not contain, such as optimizer states allocated only later."""
         graph = self.graph
         if self._device.type == "cpu":  # the profiler counts only what the step allocates
-            static = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
             gradients = {id(p): _compat.local_bytes(p.grad) for p in self.model.parameters() if p.grad is not None}
-            return measured.peak_bytes + static + sum(gradients.values())
+            return measured.peak_bytes + graph.bytes_before + sum(gradients.values())
         present = present_state_bytes(self._step.optimizer, self._device)
         return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
 

@@ -537,7 +537,7 @@ def refuse_other_checkpointing(model: nn.Module) -> None:
     """Raise if a policy, or another library's checkpointing, is on the model already."""
     for name, module in model.named_modules():
         if _applied_to(module) is not None:
-            raise LowtideError(f"a policy is applied to {name or 'the model'} already: handle.remove() takes it off")
+            raise LowtideError(f"a plan or policy is on {name or 'the model'} already: handle.remove() takes it off")
         if type(module).__name__ == "CheckpointWrapper":
             raise LowtideError(
                 f"{name or 'the model'} is wrapped by torch's checkpoint_wrapper already: apply to the unwrapped model"

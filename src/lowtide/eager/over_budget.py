@@ -44,6 +44,7 @@ from lowtide.eager.replanning import (
     rounded_up,
     shapes_of,
 )
+from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
 from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import KINDS, simulate
@@ -69,12 +70,11 @@ class BudgetWatch:
         handle: AppliedPlan,
         device: torch.device,
         budget_bytes: int,
-        planned_state_bytes: int,
-        static_bytes: int,
+        graph: StepGraph,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
-        self._planned_states, self._static = planned_state_bytes, static_bytes
+        self._planned_states, self._static = graph.optimizer_state_bytes, graph.bytes_before
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
         self._planned_existing = _existing_gradient_bytes(handle.model, device)

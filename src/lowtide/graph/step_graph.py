@@ -258,6 +258,11 @@ class StepGraph:
         sizes["other"] = self.other_bytes
         return dict(sizes)
 
+    @property
+    def bytes_before(self) -> int:
+        """Bytes allocated before the step and during all of it: the static ones without gradients."""
+        return sum(self.static_bytes.values()) - self.static_bytes["gradients"]
+
     @cached_property
     def saved_bytes(self) -> int:
         """Bytes of activations that the backward of a plain step needs, each storage once."""

@@ -217,8 +217,7 @@ def _trace_auto(step: _StepOnDevice) -> StepGraph:
 
 def _needed_bytes(graph: StepGraph) -> int:
     """Bytes that a plain step allocates on top of what exists before it; the optimizer may have no state yet."""
-    allocated = sum(size for kind, size in graph.static_bytes.items() if kind != "gradients")
-    return graph.plain_peak_bytes - allocated + graph.optimizer_state_bytes
+    return graph.plain_peak_bytes - graph.bytes_before + graph.optimizer_state_bytes
 
 
 @one_at_a_time
