@@ -221,6 +221,34 @@ def test_blocks_that_are_not_called_as_modules_are_said_once() -> None:
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
+def test_a_model_that_is_not_called_itself_is_said_once() -> None:
+    class Encoder(Stack):
+        def encode(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+        forward = encode
+
+    def made() -> Any:
+        return lowtide.compile(Encoder(MLP(), MLP()), budget=PLENTY, regional=False)
+
+    model, x = made(), torch.randn(4, 8)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.encode(x)  # saves nothing
+    with pytest.warns(UserWarning, match=r"without a call of the model.*Call model\(x\)") as caught:
+        for _ in range(3):
+            model.encode(x).sum().backward()
+    assert len(caught) == 1 and str(lowtide.handle_of(model)) == str(caught[0].message)
+    copied.encode(x).sum().backward()  # not compiled, so nothing is said
+    called, removed = made(), made()
+    called(x).sum().backward()
+    called.encode(x).sum().backward()  # beside the step, such as for a metric
+    lowtide.handle_of(removed).remove()
+    assert not any(module._forward_hooks for each in (model, called, removed) for module in each.modules())
+
+
 def test_a_module_that_runs_eagerly_is_said_once() -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
     said = r"ran blocks.0 \(MLP\) eagerly.*fullgraph=True"

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide import _compat
 from lowtide.compiled.backend import (
     SESSIONS,
+    BypassWatch,
     SessionCall,
     check_options,
     shared_backend,
@@ -104,7 +105,7 @@ def compile(
     for module in blocks or [model]:
         enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
         _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    first = FirstForward(model, blocks, session) if blocks else None
+    first = FirstForward(model, blocks, session) if blocks else BypassWatch(model, session)
     _by_model[model] = CompiledHandle(session, blocks or [model], first, head)
     session.release, session.model = _by_model[model].remove, weakref.ref(model)
     watch_sessions(session)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide import _compat
 from lowtide.compiled.planned_graph import PlannedGraph
@@ -160,6 +161,8 @@ class SessionCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session, before = self._session, _current.session
+        if not session.has_called_module:
+            session.before_first_call()
         num_graph_calls = session.num_graph_calls
         _current.session, session.calling, session.has_called_module = session, self._module, True
         try:
@@ -185,6 +188,45 @@ class SessionCall:
                 if limit is None
                 else _limit_message(self._function, limit),
             )
+
+
+class BypassWatch:
+    """Warns if a model that was compiled as one graph runs without being called: `model.forward(x)`, `model.encode(x)`.
+
+    These go around what was compiled. Forward hooks on the modules in it notice one that runs before any call of the
+    model. They are gone when the model is compiled. In copies of the model they do nothing.
+    """
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        self._session = session
+        self._hooks = [module.register_forward_hook(self) for module in model.modules() if module is not model]
+        session.before_first_call = self.remove
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @_compat.disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        is_saving = any(isinstance(each, torch.Tensor) and each.requires_grad for each in _compat.flattened(output)[0])
+        if self._hooks and is_saving and not _current.is_quiet:
+            self.remove()
+            self._session.warn_unplanned(
+                "parts of a model that was compiled as one graph ran without a call of the model: model.forward(x) or "
+                "another of its methods runs uncompiled and saves whatever autograd saves, so the memory budget does "
+                "not apply. Call model(x)"
+            )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _no_watch
+
+    def __reduce__(self) -> Any:
+        return getattr, (_no_watch, "__call__")
+
+
+def _no_watch(module: nn.Module, args: Any, output: Any) -> None:
+    """The hook of a copied or unpickled model, which is not compiled."""
 
 
 _backends: dict[Hashable, Callable[..., Any]] = {}

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch import nn
 
 from lowtide import _compat
-from lowtide.compiled.backend import SESSIONS
+from lowtide.compiled.backend import SESSIONS, BypassWatch
 from lowtide.compiled.call_sequences import CallSequence
 from lowtide.compiled.other_memory import FirstForward
 from lowtide.compiled.planned_graph import PlannedGraph
@@ -95,7 +95,7 @@ class CompiledHandle:
         self,
         session: Session,
         modules: list[nn.Module],
-        first: FirstForward | None,
+        first: FirstForward | BypassWatch | None,
         head: SplitHead | None = None,
     ) -> None:
         self.session, self.split_head = session, head

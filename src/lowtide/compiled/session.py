@@ -87,6 +87,7 @@ class Session:
         self.num_graph_calls = 0  # also of graphs without a backward
         self.calling = ("", "")  # path and class of the module that runs now
         self.has_called_module = False
+        self.before_first_call: Callable[[], None] = lambda: None  # of a module
         self.called_modules: dict[int, tuple[str, str]] = {}  # likewise of the calls of the last steps, by position
         self.store: ActivationStore | None = None  # of what calls move to host memory, if any ever did
         self.unplanned: str | None = None  # the warning that some code runs without the budget
