@@ -121,7 +121,7 @@ def test_a_step_that_may_have_more_calls_runs_what_is_chosen_for_the_longest() -
 
 
 def test_shorter_steps_over_the_budget_correct_what_is_chosen_for_the_longest() -> None:
-    """Which may not come again for long: as after a failed forward whose calls the garbage collector freed late."""
+    """Which may not come again for long."""
     steps = Steps(BASE + 130, lambda ran: BASE + 3 * saved(ran))
     for num_calls in (3, 5, *[3] * 8):
         ran = steps.run(num_calls)
@@ -159,6 +159,53 @@ def test_a_forward_that_fails_is_forgotten() -> None:
     assert steps.run() == [VARIANTS[0]] * 3
     steps.run()
     assert steps.session.sequences.current.numbers == (7, 7, 7)
+
+
+def test_calls_of_a_failed_forward_whose_error_is_kept_are_left_out() -> None:
+    steps = Steps(BASE + 130, lambda ran: BASE + 3 * saved(ran))
+    kept = [steps.forward(2, steps.graph)]  # fails in the third call
+    for _ in range(8):
+        ran = steps.run()
+    assert 3 * saved(ran) <= 130 and steps.session.sequences.current.peaks
+    kept.append(steps.forward(3, steps.graph))  # fails in the loss
+    steps.run(), steps.run()
+    assert steps.run() == ran and list(steps.session.sequences.by_numbers) == [(7, 7, 7)]
+
+
+def test_a_budget_is_refused_though_the_error_of_a_failed_forward_is_kept() -> None:
+    steps = Steps(BASE + 25, lambda ran: BASE + saved(ran))
+    kept = steps.forward(2, steps.graph)
+    with pytest.raises(InfeasibleBudgetError):
+        for _ in range(12):
+            steps.run()
+    assert kept.requires_grad
+
+
+def test_calls_that_are_alive_though_the_loss_does_not_use_them_are_measured() -> None:
+    steps = Steps(BASE + 130, lambda ran: BASE + 3 * saved(ran))
+    for _ in range(8):
+        kept = steps.forward(2, steps.graph)
+        ran = steps.run()
+    assert 3 * saved(ran) <= 130 and steps.session.sequences.current.peaks
+    assert list(steps.session.sequences.by_numbers) == [(7,) * 5] and kept.requires_grad
+
+
+def test_a_backward_that_fails_teaches_nothing() -> None:
+    steps = Steps(BASE + 95, lambda ran: BASE + saved(ran))
+    x = torch.ones(1, requires_grad=True)
+    for position in range(3):
+        run = steps.session.next_run(steps.graph)
+        x = x * 2
+        run.end((x,))
+        if position == 0:
+            x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        x.backward()
+    steps.meter.measured = 10 * BASE
+    for _ in range(6):
+        ran = steps.run()
+    assert saved(ran) <= 95 and steps.session.sequences.current.numbers == (7, 7, 7)
+    assert steps.session.sequences.current.peaks == [BASE + saved(ran)]
 
 
 def test_graphs_that_are_gone_are_not_planned_for() -> None:

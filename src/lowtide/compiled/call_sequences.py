@@ -17,6 +17,7 @@ comparison.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -55,10 +56,10 @@ class _BackwardHook:
 class _Call:
     """A call of a step: the number of its graph, what it runs, and a reference to its hook while that is alive."""
 
-    __slots__ = ("hook", "number", "run")
+    __slots__ = ("has_backward", "hook", "number", "run")
 
     def __init__(self, number: int, run: Any) -> None:
-        self.number, self.run = number, run
+        self.number, self.run, self.has_backward = number, run, False
         self.hook: weakref.ref[_BackwardHook] | None = None
 
 
@@ -141,7 +142,7 @@ class StepCalls:
                 if mark is not None:
                     self._dropped(None)
                 return
-            hook = _BackwardHook(self._end, mark, len(nodes))
+            hook = _BackwardHook(functools.partial(self._end, call), mark, len(nodes))
             for node in nodes:
                 node.register_prehook(hook)
                 if mark is not None:
@@ -156,11 +157,21 @@ class StepCalls:
         if not self.is_over and not any(map(_is_alive, self._alive)):
             self._on_dropped()
 
-    def _end(self) -> None:
-        """A backward begins, which frees the autograd nodes of the step."""
+    def _end(self, call: _Call) -> None:
+        """The backward of a call begins. The first one frees the autograd nodes of the step."""
+        call.has_backward = True
         if not self.is_over:
             self._look()
             self.is_over = True
+
+    @property
+    def may_have_failed(self) -> bool:
+        """Whether the first calls had no backward so far, once the step is over.
+
+        They may be of a forward that failed and whose error is still referenced, as in notebooks. Or their backward
+        comes in a later step, the loss does not depend on them although they are alive, or the backward has failed.
+        """
+        return bool(self._alive) and not self._alive[0].has_backward
 
 
 @dataclass(frozen=True)
@@ -282,6 +293,7 @@ class KnownSequences:
     def __init__(self) -> None:
         self.current: CallSequence | None = None
         self.by_numbers: dict[tuple[int, ...], CallSequence] = {}  # the most recently used last
+        self._last_calls: StepCalls | None = None  # of the step before
         self._num_steps = 0
         self._only: CallSequence | None = None  # the sequence, if all steps so far made the same calls
         self._repeats_only = False  # whether the present step does so far
@@ -334,6 +346,17 @@ class KnownSequences:
         self.by_numbers.pop(sequence.numbers, None)
         self.by_numbers[sequence.numbers] = sequence
         self._only = sequence if len(self.by_numbers) == 1 else None
+
+    def forget_failed(self, calls: StepCalls) -> None:
+        """Forget the sequence of the step before the one that has ended if it began with calls of a failed forward.
+
+        These have had no backward by now either, and the step that has ended made other calls.
+        """
+        before, self._last_calls = self._last_calls, calls
+        if before is not None and before.may_have_failed and before.numbers != calls.numbers:
+            if self.by_numbers.pop(before.numbers, None) is self.current:
+                self.current = None
+            self._only = None
 
     def forget(self, graphs: Container[int]) -> None:
         """Forget sequences of other graphs than these, which Dynamo has dropped, the oldest ones, and rare ones.

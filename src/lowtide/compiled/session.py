@@ -233,6 +233,7 @@ class Session:
             return
         self._ranks.find(None if self.model is None else self.model())
         calls, self._calls = self._calls, StepCalls(self._measurement.drop)
+        self.sequences.forget_failed(calls)
         sequences, numbers, repeated = self.sequences, calls.numbers, self.sequences.repeated(calls)
         if repeated is not None and self._is_routine(repeated):
             sequences.keep(repeated)
@@ -243,7 +244,8 @@ class Session:
         elif sequences.current is None or sequences.current.numbers != numbers:
             sequences.current = sequences.by_numbers.get(numbers) or self._planned(numbers)
         sequence = sequences.current
-        if sequence is None or sequence.choice.runs != calls.runs:
+        is_new = numbers not in sequences.by_numbers
+        if sequence is None or sequence.choice.runs != calls.runs or (is_new and calls.may_have_failed):
             # A step that began like another one has run some of its variants: it says nothing about the present choice.
             self._settle_longer(calls)
             self._measurement.cancel()
@@ -251,7 +253,7 @@ class Session:
         if sequence is None:
             return
         with self._ranks.together(is_agreed):
-            if numbers not in sequences.by_numbers:
+            if is_new:
                 if is_agreed:
                     sequence.choice = self._chosen(self.instances_of(sequence))
                 self._refuse_by_prediction(sequence)
