@@ -42,7 +42,7 @@ $(TORCH_VENV)/.installed: pyproject.toml
 
 test-torch: $(TORCH_VENV)/.installed
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q -n auto --dist worksteal \
-		tests/_compat tests/replay tests/eager tests/store
+		tests/_compat tests/replay tests/eager tests/compiled tests/store
 
 # Random programs under every engine against the plain model; each failure is shrunk and printed with its command.
 N ?= 1000
