@@ -26,6 +26,12 @@ def test_storages_are_identified() -> None:
     assert tensors.storages_of(x) == [tensors.storage_id(x)]
 
 
+def test_views_are_known_without_grad_mode() -> None:
+    with torch.no_grad():
+        made = torch.ones(2, 3)
+        assert tensors.is_view(made.t()) and not tensors.is_view(made), "Tensor._is_view means another thing"
+
+
 def test_references_follow_the_storage() -> None:
     x = torch.ones(4)
     view, reference = x[1:], tensors.StorageReference(x)

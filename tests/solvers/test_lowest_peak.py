@@ -7,6 +7,8 @@ from itertools import combinations
 
 import floors
 import pytest
+import torch
+from torch import nn
 
 import lowtide
 from graphs import random_graph, repeated_blocks, seldom_saved
@@ -84,4 +86,6 @@ def test_fit_holds_the_floors_that_are_named(seed: int) -> None:
     program = floors.random_program(seed)
     named = floors.floors(program)
     assert named["estimate"] == pytest.approx(named["sweep"], rel=0.01)
-    assert floors.verdict(program, min(named.values())) == "held"
+    # Regions that draw random numbers read the generator's state, which on the CPU is a tensor of 5 KB for a moment.
+    is_random = any(isinstance(module, nn.Dropout) for module in program.model.modules())
+    assert floors.verdict(program, min(named.values()) + is_random * torch.get_rng_state().nbytes) == "held"

@@ -90,6 +90,25 @@ def test_zeros_are_filled_in_place(pick: Callable[[Tensor, Tensor], Tensor]) -> 
     assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
 
 
+class Tied(nn.Module):
+    """Gradients of weights that are used several times are views, which autograd does not add to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(512, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.inner(self.inner(self.embed(x)).relu()), self.embed.weight)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_gradients_that_are_views_are_not_added_up_in_place(mode: Any) -> None:
+    model, x = Tied(), torch.randint(0, 512, (8,))
+    graph = lowtide.trace(model, lambda x: model(x).square().mean(), x, mode=mode)
+    assert not any(op.name == "aten.add.Tensor" and op.mutates for op in graph.ops)
+    assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
+
+
 def test_sums_in_the_backward_of_one_function_are_not() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

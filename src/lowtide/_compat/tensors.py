@@ -102,6 +102,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view of another. Relies on `Tensor._is_view`."""
+    return bool(tensor._is_view())
+
+
 def is_own(tensor: Tensor) -> bool:
     """Return whether a plain tensor starts its storage and holds its values as they are.
 

@@ -294,7 +294,11 @@ class Recorder(_compat.DispatchMode):
 
         These are the sums of gradients of a tensor that the forward used several times, and ops that fill a new tensor
         of zeros in the backward of another. A sum inside the backward of one node has its operands from that node.
+        Autograd does not write over a view, such as the gradient of a weight that was transposed, as this refers to its
+        base.
         """
+        if _compat.is_view(first):
+            return
         op, value = self.ops[-1], self.values[self.values_of([first])[0]]
         if value.born < self.num_forward or value.bytes != self.values[op.outputs[0]].bytes:
             return
