@@ -88,6 +88,33 @@ def test_a_graph_break_inside_a_region() -> None:
     assert torch.equal(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_a_generator_of_its_own_breaks_the_graph_and_is_restored(is_argument: bool) -> None:
+    torch._dynamo.reset()
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(1)
+
+        def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+            y = self.linear(x)
+            return y * torch.empty_like(y).bernoulli_(0.5, generator=generator or self.generator)
+
+    def run(call: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, generator = Noise(), torch.Generator().manual_seed(2)
+        x = torch.randn(4, 8)
+        for _ in range(2):
+            call(model, x, generator if is_argument else None).square().sum().backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        return [*gradients, generator.get_state(), model.generator.get_state()]
+
+    compiled = torch.compile(lambda *args: lowtide.checkpoint(*args), backend="aot_eager")
+    assert all(map(torch.equal, run(compiled), run(lambda model, *args: model(*args))))
+
+
 def test_divergence_of_a_compiled_function_says_how_graphs_may_differ() -> None:
     torch._dynamo.reset()
 

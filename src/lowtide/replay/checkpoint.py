@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import _compat
 from lowtide.replay.arguments import Arguments
+from lowtide.replay.environment import Environment, capture
 from lowtide.replay.function_state import FunctionState, module_of
 from lowtide.replay.object_state import variables_of
 from lowtide.replay.recomputing import Hooks, Options, one_deeper
@@ -130,24 +131,29 @@ def checkpoint(
 
 
 @_compat.never_compiled
-def _with_state(captured: list[FunctionState], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` for torch's own checkpoint; replays restore the state that the first call read.
+def _with_state(
+    captured: list[tuple[FunctionState, Environment | None]], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `function` for torch's own checkpoint; replays restore the state and generators that the first call read.
 
-    Under tracing it only calls the function. It has an effect where a graph breaks at a region that changes attributes.
+    Under tracing it only calls the function. It has an effect where a graph breaks at a region that changes attributes
+    or draws from a generator of its own.
     """
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     if not captured:
         state = FunctionState(function)
+        generators = [*state.generators(), *(Arguments.take(args, kwargs)[0].generators or ())]
+        environment = capture((), generators) if generators else None  # torch's checkpoint sees to the default ones
         output = function(*args, **kwargs)
-        captured.append(state.forward_done(runs_all=True))
+        captured.append((state.forward_done(runs_all=True), environment))
         return output
-    undo = captured[0].restore()
-    try:
-        with one_deeper():
-            return function(*args, **kwargs)
-    finally:
-        undo()
+    ((state, environment),) = captured
+    with ExitStack() as undo, one_deeper():
+        undo.callback(state.restore())
+        if environment is not None:
+            undo.callback(environment.restore())
+        return function(*args, **kwargs)
 
 
 def store_hooks(store: InputsKeeper) -> Hooks:
