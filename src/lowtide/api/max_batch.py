@@ -143,7 +143,7 @@ class _Search:
         steps = RealSteps(self._step(largest))
         try:
             with apply_plan(self._model, largest.plan):
-                peak, _ = steps.measured()
+                peak, _ = steps.measured(is_timed=False)
         except torch.OutOfMemoryError:
             self._excess_bytes += max(1, int(_AFTER_OUT_OF_MEMORY * self.allowed_bytes))
             return False

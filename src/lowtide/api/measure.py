@@ -208,10 +208,10 @@ class RealSteps:
     def __init__(self, step: TracedStep) -> None:
         self._step, self.model, self.graph, self._device = step, step.model, step.graph, step.device
 
-    def measured(self) -> tuple[int, float]:
-        """The highest whole-step peak of all examples, and the seconds of the traced one."""
+    def measured(self, *, is_timed: bool = True) -> tuple[int, float]:
+        """The highest whole-step peak of all examples, and the seconds of the traced one (0 unless `is_timed`)."""
         traced = self._step.index
-        found = [self._measured(each, is_timed=n == traced) for n, each in enumerate(self._step.examples)]
+        found = [self._measured(each, is_timed=is_timed and n == traced) for n, each in enumerate(self._step.examples)]
         return max(peak_bytes for peak_bytes, _ in found), found[traced][1]
 
     def run(self) -> None:
