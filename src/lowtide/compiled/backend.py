@@ -190,11 +190,25 @@ class SessionCall:
             )
 
 
-class BypassWatch:
+class ModelHook:
+    """A hook on a compiled model. Copies of the model, which are not compiled, have a hook that does nothing."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _idle
+
+    def __reduce__(self) -> Any:
+        return getattr, (_idle, "__call__")
+
+
+def _idle(*args: Any) -> None:
+    """The hook of a copied or unpickled model."""
+
+
+class BypassWatch(ModelHook):
     """Warns if a model that was compiled as one graph runs without being called: `model.forward(x)`, `model.encode(x)`.
 
     These go around what was compiled. Forward hooks on the modules in it notice one that runs before any call of the
-    model. They are gone when the model is compiled. In copies of the model they do nothing.
+    model. They are gone when the model is compiled.
     """
 
     def __init__(self, model: nn.Module, session: Session) -> None:
@@ -217,16 +231,6 @@ class BypassWatch:
                 "another of its methods runs uncompiled and saves whatever autograd saves, so the memory budget does "
                 "not apply. Call model(x)"
             )
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _no_watch
-
-    def __reduce__(self) -> Any:
-        return getattr, (_no_watch, "__call__")
-
-
-def _no_watch(module: nn.Module, args: Any, output: Any) -> None:
-    """The hook of a copied or unpickled model, which is not compiled."""
 
 
 _backends: dict[Hashable, Callable[..., Any]] = {}

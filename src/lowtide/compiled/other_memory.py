@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.compiled.backend import without_warnings
+from lowtide.compiled.backend import ModelHook, without_warnings
 from lowtide.compiled.session import Session
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan, Recompute
@@ -85,8 +85,8 @@ def _start_bytes(timeline: Timeline, phase: int, span: tuple[int, int]) -> int |
 logger = logging.getLogger("lowtide")
 
 
-class FirstForward:
-    """A forward pre-hook that traces the model once and removes itself. In copies of the model it does nothing.
+class FirstForward(ModelHook):
+    """A forward pre-hook that traces the model once and removes itself.
 
     Warns if the forward that follows calls none of the blocks as modules.
     """
@@ -118,22 +118,12 @@ class FirstForward:
         if output is not None and not self._session.has_called_module:  # None after an error
             self._session.warn_unplanned(_NONE_CALLED)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _no_trace
-
-    def __reduce__(self) -> Any:
-        return getattr, (_no_trace, "__call__")
-
 
 _NONE_CALLED = (
     "the first training forward called none of the compiled blocks as modules, so these run uncompiled and save "
     "whatever autograd saves: the memory budget does not apply. Code that calls block.forward(x) goes around what was "
     "compiled: call block(x) there, or compile the model as one graph (regional=False)"
 )
-
-
-def _no_trace(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """The hook of a copied or unpickled model, whose blocks are not compiled."""
 
 
 def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any) -> OtherMemory | None:
