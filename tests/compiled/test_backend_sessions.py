@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from compiled.test_backend import MLP, Mixed, Stack, rows, squared, squared_of_data
+from compiled.test_backend import MLP, Mixed, Stack, Stopping, rows, squared, squared_of_data
 from kernelless import (
     COMPILED_MARKS,
     PLENTY,
@@ -83,15 +83,8 @@ def test_the_floor_of_the_error_is_a_budget_that_fits(make: Callable[[], nn.Modu
 
 
 def test_graph_breaks_raise_no_floor_from_a_part() -> None:
-    class Broken(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-                torch._dynamo.graph_break()
-            return x
-
-    floor = refused(lowtide.compile(Broken(MLP(), MLP(), MLP()), budget=1, regional=False))
-    again = lowtide.compile(Broken(MLP(), MLP(), MLP()), budget=floor, regional=False)
+    floor = refused(lowtide.compile(Stopping(MLP(), MLP(), MLP()), budget=1, regional=False))
+    again = lowtide.compile(Stopping(MLP(), MLP(), MLP()), budget=floor, regional=False)
     for _ in range(3):
         squared(again).backward()
 

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from compiled.test_backend import MLP, Mixed, Routed, Stack, Twice, rows, squared
+from compiled.test_backend import MLP, Mixed, Routed, Stack, Stopping, Twice, rows, squared
 from joints import compile_without_kernels
 from kernelless import PLENTY, session_of
 from lowtide import _compat
@@ -191,15 +191,8 @@ def test_parameters_of_blocks_that_share_a_graph_count_each() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.down(self.up(x).relu())
 
-    class Broken(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-                torch._dynamo.graph_break()
-            return x
-
     batch = rows(64)
-    model = Broken(*(Wide() for _ in range(4)))
+    model = Stopping(*(Wide() for _ in range(4)))
     compiled = torch.compile(model, backend="lowtide", options={"budget": PLENTY})
     for _ in range(4):
         model.zero_grad()
