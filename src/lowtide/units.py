@@ -65,6 +65,11 @@ def check_seconds(seconds: float, name: str, *, may_be_0: bool = False) -> None:
         raise error(f"{name} is a number of seconds, {allowed}, such as 10.0, not {seconds!r:.80}")
 
 
+def in_blocks(num_bytes: int, block_bytes: int) -> int:
+    """Round up to whole blocks of an allocator."""
+    return -(-num_bytes // block_bytes) * block_bytes
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format bytes in the largest binary unit that gives at least 1: `1536` is `1.5 KiB`."""
     number, unit = in_bytes_unit(num_bytes)

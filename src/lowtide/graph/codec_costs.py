@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.graph.step_graph import Hardware, Value
+from lowtide.units import in_blocks
 
 MIN_BYTES = 4096  # smaller values are not worth a codec's launches
 BLOCK = 128  # elements that share a scale
@@ -106,7 +107,7 @@ def encoded_form(value: Value, codec: str, hardware: Hardware) -> EncodedForm | 
     if parts is None:
         return None
     length = coding.block_length(value.row_length) or 1
-    size = sum(-(-part // hardware.block_bytes) * hardware.block_bytes for part in parts)
+    size = sum(in_blocks(part, hardware.block_bytes) for part in parts)
     chunk = max(1, CHUNK // length) * length
     at_once = min(chunk, -(-numel // length) * length)
     wide = _wide_bytes(value.item_bytes)

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from lowtide import _compat
 from lowtide.store import codecs
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, in_blocks
 
 GRANULE_BYTES = 64 * 1024
 _SLAB_BYTES = 256 * 1024 * 1024
@@ -55,7 +55,7 @@ class Extent(NamedTuple):
 
 def round_up(nbytes: int) -> int:
     """Bytes that an allocation of `nbytes` takes from the pool: whole granules."""
-    return -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
+    return in_blocks(nbytes, GRANULE_BYTES)
 
 
 class PinnedPool:

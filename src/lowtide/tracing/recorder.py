@@ -36,6 +36,7 @@ from lowtide.tracing.trace_records import (
     before_forwards,
     settled_flags,
 )
+from lowtide.units import in_blocks
 
 _fake_kernels = _compat.FakeKernels()
 
@@ -120,7 +121,7 @@ class Recorder(_compat.DispatchMode):
             return known
         storage = tensor.untyped_storage()
         is_here = tensor.device == self.device
-        size = -(-storage.nbytes() // self.block_bytes) * self.block_bytes if is_here else 0
+        size = in_blocks(storage.nbytes(), self.block_bytes) if is_here else 0
         reference = _compat.StorageReference(tensor)
         value = RawValue(size, kind if is_here else "elsewhere", name, born, reference)
         value.is_settled = not (tensor.is_floating_point() or tensor.is_complex())
@@ -544,4 +545,4 @@ class _Gathered:
     def num_bytes(self, block_bytes: int) -> int:
         if not self._storages or not self._storages[0].nbytes():
             return 0
-        return sum(-(-storage.nbytes() // block_bytes) * block_bytes for storage in self._storages)
+        return sum(in_blocks(storage.nbytes(), block_bytes) for storage in self._storages)

@@ -30,6 +30,7 @@ from lowtide.snapshot import ObjectSnapshot
 from lowtide.tracing.devices import block_bytes
 from lowtide.tracing.recorder import Recorder
 from lowtide.tracing.trace_records import Layout, RawOp
+from lowtide.units import in_blocks
 
 _META = torch.device("meta")
 _MOST_WRAPPERS = 8  # nested around one optimizer
@@ -105,7 +106,7 @@ def present_state_bytes(optimizer: Any, device: torch.device) -> int:
     plain, block = plain_optimizer(optimizer), block_bytes(device)
     states = plain.state.values() if plain is not None else ()
     tensors = (tensor for state in states for tensor in tensors_in(state) if tensor.device == device)
-    return sum(-(-part.nbytes // block) * block for tensor in tensors for part in _compat.parts_of(tensor))
+    return sum(in_blocks(part.nbytes, block) for tensor in tensors for part in _compat.parts_of(tensor))
 
 
 def _run_on_meta(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
@@ -227,7 +228,7 @@ class _LiveBytes(_compat.DispatchMode):
 
     def _add(self, tensor: Tensor, name: int) -> None:
         storage = tensor.untyped_storage()
-        size = -(-storage.nbytes() // self._block) * self._block if tensor.is_meta else 0
+        size = in_blocks(storage.nbytes(), self._block) if tensor.is_meta else 0
         self._made.add(name)
         self._live_bytes += size
         weakref.finalize(storage, self._remove, name, size).atexit = False
@@ -250,7 +251,7 @@ def _bytes_of(states: Any, block: int, *, with_host: bool = False) -> int:
                 if isinstance(tensor, Tensor) and (with_host or tensor.device.type != "cpu"):
                     for part in _compat.parts_of(tensor):
                         size = part.untyped_storage().nbytes()
-                        sizes[_compat.storage_id(part)] = -(-size // block) * block
+                        sizes[_compat.storage_id(part)] = in_blocks(size, block)
     return sum(sizes.values())
 
 
