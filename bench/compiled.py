@@ -119,7 +119,7 @@ class Ours(Regional):
         with self:
             for _ in range(_MOST_STEPS):
                 step(self.job)
-                if self.is_settled or now() > deadline:
+                if self.is_settled or TURN.now() > deadline:
                     break
             step(self.job)  # raises if no choice holds
         return time.perf_counter() - start
@@ -132,11 +132,6 @@ def _checkpointed(block: nn.Module) -> Callable[..., Any]:
         return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
     return forward
-
-
-def now() -> float:
-    """Seconds, without those in which other benchmarks measured."""
-    return time.monotonic() - TURN.waited_s
 
 
 @dataclass(frozen=True)
@@ -161,7 +156,7 @@ class Target:
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> None:
     """The peers, then ours at their peaks, then all of them in turns. Waiting for other benchmarks counts for none."""
-    start = now()
+    start = TURN.now()
     with at_most(options.limit_s):
         job = families.make(name, options.device)
         peers, alike = _peers(job, options.device, start + _PEERS_SHARE * options.limit_s)
@@ -178,7 +173,7 @@ def _compare_ours(
     last_compile = start + (1 - _ROUNDS_SHARE) * options.limit_s
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
-        if now() > last_compile:
+        if TURN.now() > last_compile:
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: no time left", "")
             continue
         try:
@@ -196,7 +191,7 @@ def _compare_ours(
             page.add(f"{target.label}, {target.budget / GIB:.3f} GiB: not settled in {settled_s:.0f} s, {peak:.3f}", "")
     ways = {peer.label: peer.contestant.way() for peer in peers}
     ways |= {f"ours, {target.label}": each.way() for target, each, _ in ours}
-    times = in_turns(ways, options.device, options.rounds, is_over=lambda: now() > start + options.limit_s)
+    times = in_turns(ways, options.device, options.rounds, is_over=lambda: TURN.now() > start + options.limit_s)
     page.add("| peer | ms | over plain | peak GiB | compile s |", "|" + "---|" * 5)
     for peer in peers:
         ms, over = cost_of(times, peer.label, PLAIN)
@@ -223,7 +218,7 @@ def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list
     found: dict[int, Peer] = {}
     alike: list[str] = []
     for label, contestant in contestants.items():
-        if len(found) > 1 and now() > deadline:
+        if len(found) > 1 and TURN.now() > deadline:
             alike.append(f"{label}: no time left.")
             continue
         try:

@@ -17,8 +17,7 @@ import functools
 import gzip
 import json
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ from lowtide.plans.plan_text import KEPT, Trial
 PER_BLOCK, EVERY_SECOND = "checkpoint per block", "every second block"
 SELECTIVE, EVERY_OTHER = "selective, all products", "selective, every other product"
 HOST = 64 << 30
-_HARD_LIMIT = 1.5  # times `--limit-s`, after which no further budget is begun: a family is then given up
+_LAST_ROUND, _HARD_LIMIT = 1.5, 2.0  # times `--limit-s`: no further round is begun, and the family is given up
 BEATEN = 0.8  # of the time of a way; those that another way beats by as much take no turns
 # Regions learn from the first two steps under a plan, which is applied anew in each turn.
 NUM_WARM = 2
@@ -196,7 +195,7 @@ class Comparison:
         finally:
             graph.release()
 
-    def compared(self, found: list[Fitted]) -> Iterator[str | Row]:
+    def compared(self, found: list[Fitted], is_over: Callable[[], bool]) -> Iterator[str | Row]:
         """The plain step, torch's ways and all fitted plans in turns: a table of torch's ways, and a row for each plan.
 
         At each budget the fastest of torch's ways that hold it is the peer.
@@ -210,6 +209,7 @@ class Comparison:
             self._options.rounds,
             num_warm=NUM_WARM,
             clock=CLOCKS[self._device],
+            is_over=is_over,
         )
         yield from (f"Plain: {1e3 * statistics.median(times['plain']):.1f} ms.", "")
         yield from ("| torch's | GiB | ms | + % |", "|---|---|---|---|")
@@ -254,7 +254,7 @@ def _failed(error: BaseException) -> str:
 
 def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row | str]:
     """A family's rows, written to the page when all its budgets are fitted."""
-    start = time.perf_counter()
+    start = TURN.now()
     comparison = Comparison(name, options)
     TURN.take()
     page.add(*comparison.head())
@@ -264,7 +264,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
     others: list[Row | str] = []  # captured steps, and what failed
     with one_trace():
         for number, target in enumerate(targets):
-            seconds = time.perf_counter() - start
+            seconds = TURN.now() - start
             if 0 < options.limit_s < seconds:
                 others.append(f"Stopped after {seconds:.0f} s, with {number} of {len(targets)} budgets.")
                 break
@@ -272,11 +272,12 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
                 (found if isinstance(each, Fitted) else others).append(each)  # type: ignore[arg-type]
     if found and options.data is not None:
         comparison.save(found, options.data)
-    for row in [*comparison.compared(found), *others]:
+    most_s = _LAST_ROUND * options.limit_s
+    for row in [*comparison.compared(found, lambda: 0 < most_s < TURN.now() - start), *others]:
         page.add(str(row))
         if isinstance(row, Row) or "failed: " in row:
             yield row
-    page.add("", f"{len(targets)} budgets in {time.perf_counter() - start:.0f} s.")
+    page.add("", f"{len(targets)} budgets in {TURN.now() - start:.0f} s.")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:

@@ -43,6 +43,10 @@ class Turn:
             self.waited_s += time.perf_counter() - start
             self._is_held = True
 
+    def now(self) -> float:
+        """Seconds, without those in which other benchmarks measured."""
+        return time.perf_counter() - self.waited_s
+
     def give(self) -> None:
         """Release the lock, and the allocator's unused memory."""
         if self._file is not None and self._is_held:
