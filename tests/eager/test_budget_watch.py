@@ -86,6 +86,18 @@ def test_parameters_unfrozen_later(job: Any, caplog: pytest.LogCaptureFixture) -
     handle.remove()
 
 
+def test_paused_while_a_step_is_captured(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    job.model[0].requires_grad_(False)
+    handle = fitted(job, tight(job, share=0.2))
+    job.model.requires_grad_(True)
+    with handle.watch.paused():
+        train(job, 40)
+    assert not said(caplog)
+    train(job, 40)
+    assert len(said(caplog)) == 1
+    handle.remove()
+
+
 def test_refit_makes_the_budget_hold_again(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     job.model[0].requires_grad_(False)
     frozen_plain = simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes

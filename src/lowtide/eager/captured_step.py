@@ -17,7 +17,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -224,7 +224,8 @@ class CapturedStep:
         handle, regions = self._handle, self._handle.num_patched
         fill = None if self._filled is None or self._graphs else functools.partial(self._fill, self._replaced_bytes())
         try:
-            return CapturedGraph(handle.model, self._loss_fn, args, self._pool, fill, **self._options)
+            with nullcontext() if handle.watch is None else handle.watch.paused():
+                return CapturedGraph(handle.model, self._loss_fn, args, self._pool, fill, **self._options)
         except BaseException:
             if self._filled is not None:
                 _NEVER_FREED.append(self._filled)

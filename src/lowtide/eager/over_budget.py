@@ -24,7 +24,8 @@ import logging
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,16 @@ class BudgetWatch:
         self._next = 1
         self._next_profiled = 2
         self._last_peak = self._read_peak()  # peaks from before this handle do not count
-        self._ran_without = False
+        self._ran_without = self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which steps are not checked, such as warm-ups that allocate workspaces of libraries."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused, self._ran_without = False, True
 
     def forward_without_plan(self) -> None:
         """Call when the model runs with the handle switched off: peaks so far are ignored."""
@@ -92,6 +102,8 @@ class BudgetWatch:
 
     def forward_begins(self) -> None:
         """Call before each training forward. Checks the memory of earlier steps when a check is due."""
+        if self._is_paused:
+            return
         if self._ran_without:
             self._ran_without, self._last_peak = False, self._read_peak()
         self._num_forwards += 1
