@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
+from lowtide._compat.profiler import cpu_allocation_totals
 from lowtide.api import measure
 from lowtide.plans import Move, Plan, PlannedModule, Recompute
 from lowtide.solvers.eager_search import EagerSearch
@@ -96,6 +97,29 @@ def test_fit_holds_the_budget_and_leaves_the_model_alone(name: str) -> None:
         assert measured_peak(job, graph) <= budget
         handle.remove()
         assert "forward" not in vars(job.model)
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_a_budget_holds_while_the_optimizer_steps() -> None:
+    """Its workspace is as large as the parameters, and no forward or backward has it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)))
+    optimizer, x = torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(64, 128)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        lowtide.fit(model, loss_fn, x, budget=1, optimizer=optimizer)
+    floor = refused.value.floor_bytes
+    with pytest.raises(lowtide.InfeasibleBudgetError):  # what torch's ways hold in forward and backward
+        lowtide.fit(model, loss_fn, x, budget=int(0.9 * floor), optimizer=optimizer, tune_s=0)
+    with lowtide.fit(model, loss_fn, x, budget=floor, optimizer=optimizer, tune_s=0) as handle:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_fn(x).backward()
+            of_optimizer = max(cpu_allocation_totals(optimizer.step))
+        state = sum(4 * each.nbytes for each in model.parameters()) + x.nbytes
+        assert state + of_optimizer <= handle.measured_peak_bytes <= floor
 
 
 def test_fit_does_nothing_to_a_model_that_fits() -> None:

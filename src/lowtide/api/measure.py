@@ -247,9 +247,16 @@ class RealSteps:
         graph = self.graph
         if self._device.type == "cpu":  # the profiler counts only what the step allocates
             gradients = {id(p): _compat.local_bytes(p.grad) for p in self.model.parameters() if p.grad is not None}
-            return measured.peak_bytes + graph.bytes_before + sum(gradients.values())
-        present = present_state_bytes(self._step.optimizer, self._device)
-        return measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
+            peak = measured.peak_bytes + graph.bytes_before + sum(gradients.values())
+        else:
+            present = present_state_bytes(self._step.optimizer, self._device)
+            peak = measured.total_peak_bytes + max(0, graph.optimizer_state_bytes - present)
+        return max(peak, self._optimizer_peak)
+
+    @cached_property
+    def _optimizer_peak(self) -> int:
+        """Bytes while the optimizer steps, if it has a workspace: as simulated, since no optimizer runs here."""
+        return int(simulate(self.graph).total_bytes[-1]) if self.graph.optimizer_workspace_bytes else 0
 
     @contextlib.contextmanager
     def _unchanged(self, args: tuple[Any, ...]) -> Iterator[Callable[[], None]]:
