@@ -117,7 +117,10 @@ def link_bytes_per_s(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     slowest, num_bytes = 0.0, 1 << 26
-    with _compat.without_fake_mode():  # may be called while torch.compile runs on fake tensors
+    with (
+        torch.cuda.device(device),
+        _compat.without_fake_mode(),
+    ):  # may be called while torch.compile runs on fake tensors
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         for target, source in ((there, here), (here, there)):

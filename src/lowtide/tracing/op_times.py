@@ -206,7 +206,7 @@ def clock_for(device: torch.device) -> Clock:
 
     def mark() -> Any:
         event = torch.Event(device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(device))  # by default of the current device
         return event
 
     def seconds(marks: list[tuple[Any, Any]]) -> list[float]:
