@@ -98,6 +98,31 @@ def test_paused_while_a_step_is_captured(job: Any, caplog: pytest.LogCaptureFixt
     handle.remove()
 
 
+def test_peaks_of_the_steps_that_fit_has_run_hide_no_later_ones(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, whose allocator's peak only rises."""
+    handle = fitted(job, tight(job))
+    budget, peak = handle.watch.budget_bytes, [0]
+    peak[0] = 3 * budget  # of plain steps
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 0))
+    for has_captured in (False, True):
+        watch = BudgetWatch(handle, torch.device("cuda"), budget, handle.plan.graph)
+        warned: list[str] = []
+        watch._warn = lambda *about, to=warned: to.append(about)  # type: ignore[method-assign]
+        if has_captured:
+            with watch.paused():
+                peak[0] = 3 * budget
+        for _ in range(8):
+            peak[0] = max(peak[0], budget)
+            watch.forward_begins()
+        assert not warned
+        peak[0] = max(peak[0], 2 * budget)
+        for _ in range(8):
+            watch.forward_begins()
+        assert warned
+    handle.remove()
+
+
 def test_refit_makes_the_budget_hold_again(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     job.model[0].requires_grad_(False)
     frozen_plain = simulate(lowtide.trace(job.model, job.loss_fn, job.batch)).peak_bytes
@@ -227,12 +252,13 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peak = 0
         monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: self.peak)
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device=None: None)
 
     def watch(self, job: Any, budget: int) -> BudgetWatch:
         handle: Any = SimpleNamespace(
             model=job.model, measured_peak_bytes=0, plan=Plan(), shapes=SimpleNamespace(all=[])
         )
-        graph: Any = SimpleNamespace(optimizer_state_bytes=0, bytes_before=0)
+        graph: Any = SimpleNamespace(optimizer_state_bytes=0, optimizer_workspace_bytes=0, bytes_before=0)
         return BudgetWatch(handle, torch.device("cuda", 0), budget, graph)
 
 
@@ -283,6 +309,7 @@ def test_steps_with_the_handle_off_do_not_count(job: Any, counter: Counter, capl
 def test_the_counter_is_read_seldom(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device=None: reads.append(0) or 0)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device=None: None)
     watch = Counter.watch(SimpleNamespace(), job, 1000)  # type: ignore[arg-type]
     for _ in range(1000):
         watch.forward_begins()
@@ -366,7 +393,6 @@ def test_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
         train(job, 8)
         assert not said(caplog)
         model[-1].num_rounds = 8
-        torch.cuda.reset_peak_memory_stats()
         train(job, 40)
         peak = torch.cuda.max_memory_allocated()
         assert peak > budget  # and was not reset

@@ -5,8 +5,9 @@ backwards, an optimizer that `fit` was not given or experts that the trace did n
 `fit` puts on its handle, checks the memory at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on
 after every 128th. It warns once.
 
-- On an accelerator it reads the allocator's peak, without resetting it. A peak above the budget counts only if it
-  changed since the last check, so that a peak from before the handle does not.
+- On an accelerator it reads the allocator's peak, which it resets once, when the handle is made, and after a capture.
+  A peak above the budget counts only if it changed since the last check, so that peaks of steps that ran with the plan
+  switched off do not.
 - On the CPU there is no allocator peak. It compares parameters, gradients and optimizer state with those planned for.
   In addition, `handle.step` measures its 2nd, 16th, 128th, ... step with torch.profiler, unless a profiler is running.
   (A profiler that stays open between forwards would see every step, but the user could not start another one.)
@@ -76,6 +77,7 @@ class BudgetWatch:
     ) -> None:
         self._handle, self._device, self.budget_bytes = handle, device, budget_bytes
         self._planned_states, self._static = graph.optimizer_state_bytes, graph.bytes_before
+        self.optimizer_workspace_bytes = graph.optimizer_workspace_bytes
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._planned_parameters, self._planned_gradients = _model_bytes(handle.model, device)
         self._planned_existing = _existing_gradient_bytes(handle.model, device)
@@ -84,7 +86,8 @@ class BudgetWatch:
         self._num_forwards = 0
         self._next = 1
         self._next_profiled = 2
-        self._last_peak = self._read_peak()  # peaks from before this handle do not count
+        self._reset_peak()
+        self._last_peak = self._read_peak()
         self._ran_without = self._is_paused = False
 
     @contextmanager
@@ -94,6 +97,7 @@ class BudgetWatch:
         try:
             yield
         finally:
+            self._reset_peak()
             self._is_paused, self._ran_without = False, True
 
     def forward_without_plan(self) -> None:
@@ -152,6 +156,11 @@ class BudgetWatch:
     def _limit(self) -> int:
         """The budget, or the peak of a plan for larger inputs above it, which was logged when it was made."""
         return max([self.budget_bytes, *(planned.plan.peak_bytes for planned in self._handle.shapes.all)])
+
+    def _reset_peak(self) -> None:
+        """Forget the peaks of steps that this library has run itself: later ones below them would not be seen."""
+        if self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
 
     def _read_peak(self) -> int:
         return 0 if self._device.type == "cpu" else torch.accelerator.max_memory_allocated(self._device)
