@@ -286,8 +286,3 @@ class SynchronizingOps(DispatchMode):
         finally:
             torch.cuda.set_sync_debug_mode(before)
         return func(*args, **(kwargs or {}))
-
-
-def is_copy_while_capturing(error: BaseException) -> bool:
-    """Return whether a capture failed at a copy from the host, by torch's text. Obsolete with an exception for it."""
-    return "Cannot copy between CPU and CUDA tensors" in str(error)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -56,8 +56,7 @@ class CapturedStep:
     """A step as CUDA graphs, one for each form of batch: `loss = step(*batch)`. Made by `handle.capture`.
 
     Gradients are left in `.grad`: new ones, or with `accumulate=True` added to those there. The tensors in `.grad`
-    belong to the graph, and the next step overwrites them. The returned loss is a copy. With `fill_in_numbers` the
-    forward runs under `cuda_graph.NumbersFilledIn`.
+    belong to the graph, and the next step overwrites them. The returned loss is a copy.
     """
 
     hidden_from_replay = True
@@ -71,7 +70,6 @@ class CapturedStep:
         accumulate: bool = False,
         max_graphs: int = 4,
         ignore_host_draws: bool = False,
-        fill_in_numbers: bool = False,
     ) -> None:
         if max_graphs < 1:
             raise ValueError(f"max_graphs is a number of graphs, 1 or more, not {max_graphs}")
@@ -83,15 +81,18 @@ class CapturedStep:
         self.plan: Plan | None = None  # of the graph captured last
         self._handle, self._loss_fn = handle, loss_fn
         self._graphs: dict[Any, CapturedGraph] = {}
+        self._planned: dict[Any, Any] = {}  # what each graph was captured under
+        self._reserve_bytes = 0  # of the budget, that the plan of the first graph leaves to gaps of the pool
         self._small_bytes: int | None = None  # of the pool's segments for small tensors; known if a graph had gaps
         self._accumulate, self._max_graphs = accumulate, max_graphs
-        self._options = {"ignore_host_draws": ignore_host_draws, "fill_in_numbers": fill_in_numbers}
+        self._ignore_host_draws = ignore_host_draws
         self._plans = handle.shapes
         self._device = checks.device_of(handle.model, args)
         self._filled: torch.cuda.MemPool | None = None  # the pool, if it begins with one segment
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._facts = facts
         self._eager: set[Any] = set()  # forms of batches that run eagerly
+        self._adds_eagerly: set[Any] = set()  # those whose steps that accumulate gradients do
         self._has_warned = False
         self._is_released = False
         self._refuse_use(args)
@@ -122,7 +123,7 @@ class CapturedStep:
             return self._run_eagerly(args, adds)
         if adds and all(leaf.grad is None for leaf in graph.leaves.values()):
             adds = False
-        if adds and graph.adding is None and not self._can_add(key, graph):
+        if adds and graph.adding is None and not self._can_add(key):
             return self._run_eagerly(args, adds)
         if adds:
             self._copy_gradients_of_other_graphs(graph)
@@ -150,11 +151,26 @@ class CapturedStep:
         try:
             return self._add(key, args)
         except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
+            self._give_back()
             self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
             return None
 
-    def _run_eagerly_from_now_on(self, key: Any, why: str) -> None:
-        self._eager.add(key)
+    def _give_back(self) -> None:
+        """Free what a further graph has added to the pool, after it did not fit.
+
+        Its segments stay as long as other graphs use the pool. If these exceed the budget, all graphs are freed: those
+        that are used again are captured again.
+        """
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            self._measure()
+        except InfeasibleBudgetError:
+            self._copy_gradients_of_other_graphs(None)
+            self._renew_pool()
+
+    def _run_eagerly_from_now_on(self, key: Any, why: str, *, if_adding: bool = False) -> None:
+        (self._adds_eagerly if if_adding else self._eager).add(key)
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -170,14 +186,15 @@ class CapturedStep:
             handle.stepper.plan_for_larger(self._loss_fn, args)
         capture = functools.partial(self._capture_plan, key, args)
         if handle.plans_for_graphs and not self._graphs and handle.watch is not None:
-            least_reserve(capture, handle.watch.budget_bytes)
-        elif (over := capture(0).over_budget) is not None:  # a pool that other graphs use does not shrink
+            self._reserve_bytes = least_reserve(capture, handle.watch.budget_bytes)
+        elif (over := capture(self._reserve_bytes).over_budget) is not None:
             raise over
         return self._graphs[key]
 
     def _capture_plan(self, key: Any, args: tuple[Any, ...], reserve_bytes: int) -> CapturedPlan:
         """Capture the plan that leaves this much of the budget free; raises `InfeasibleBudgetError` without one."""
-        with self._handle.plan_for_graph(self._loss_fn, args, reserve_bytes) as plan:
+        planned = self._handle.plan_for_graph(self._loss_fn, args, reserve_bytes)
+        with self._handle.under_graph_plan(planned) as plan:
             slowdown = 0.0 if plan is None else plan.slowdown
             try:
                 self._capture_within_budget(key, args)
@@ -186,7 +203,7 @@ class CapturedStep:
                 gc.collect()
                 torch.cuda.empty_cache()
                 return CapturedPlan(slowdown, over)
-        self.plan = plan
+        self.plan, self._planned[key] = plan, planned
         return CapturedPlan(slowdown)
 
     def _capture_within_budget(self, key: Any, args: tuple[Any, ...]) -> None:
@@ -221,11 +238,19 @@ class CapturedStep:
         torch.cuda.empty_cache()
 
     def _captured(self, args: tuple[Any, ...]) -> CapturedGraph:
-        handle, regions = self._handle, self._handle.num_patched
         fill = None if self._filled is None or self._graphs else functools.partial(self._fill, self._replaced_bytes())
+        with self._capturing():
+            return CapturedGraph(
+                self._handle.model, self._loss_fn, args, self._pool, fill, ignore_host_draws=self._ignore_host_draws
+            )
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Context manager around a capture. Its warm-ups are not checked against the budget."""
+        handle, regions = self._handle, self._handle.num_patched
         try:
             with nullcontext() if handle.watch is None else handle.watch.paused():
-                return CapturedGraph(handle.model, self._loss_fn, args, self._pool, fill, **self._options)
+                yield
         except BaseException:
             if self._filled is not None:
                 _NEVER_FREED.append(self._filled)
@@ -248,16 +273,20 @@ class CapturedStep:
                 torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @one_at_a_time
-    def _can_add(self, key: Any, graph: CapturedGraph) -> bool:
-        if key in self._eager:
+    def _can_add(self, key: Any) -> bool:
+        """Capture the graph that adds to gradients, under the plan of the one that makes them. False if it is over."""
+        if key in self._adds_eagerly:
             return False
+        graph = self._graphs[key]
         self._copy_gradients_of_other_graphs(graph)
         try:
-            graph.prepare_to_add()
+            with self._handle.under_graph_plan(self._planned[key]), self._capturing():
+                graph.prepare_to_add()
             self._measure()
         except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
             graph.adding = None
-            self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
+            self._give_back()
+            self._run_eagerly_from_now_on(key, str(error).splitlines()[0], if_adding=True)
             return False
         return True
 
@@ -330,9 +359,12 @@ class CapturedStep:
         return list({id(leaf): leaf for leaf in (*of_graphs, *self._facts.parameters)}.values())
 
     def _outside_bytes(self, replaced: int) -> int:
-        """Bytes of the step outside of the pool: allocated now, less `replaced`, with optimizer state still to come."""
+        """Bytes of the step outside of the pool: allocated now, less `replaced`, and what the optimizer will allocate.
+
+        That is state still to come, and its workspace, for which no room in the pool can be used.
+        """
         watch = self._handle.watch
-        to_come = 0 if watch is None else watch.missing_state_bytes()
+        to_come = 0 if watch is None else watch.missing_state_bytes() + watch.optimizer_workspace_bytes
         live = sum(each["allocated_size"] for each in self._segments())
         return torch.cuda.memory_allocated(self._device) - live - replaced + to_come
 
@@ -390,8 +422,8 @@ def least_reserve(capture: Callable[[int], CapturedPlan], budget_bytes: int) -> 
             held, reserve = last, captured
         else:
             too_small = captured
-    if captured != reserve:
-        capture(reserve)
+    if captured != reserve and (last := capture(reserve)).over_budget is not None:
+        raise last.over_budget
     return reserve
 
 

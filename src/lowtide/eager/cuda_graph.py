@@ -179,14 +179,19 @@ class NumbersFilledIn(TorchFunctionMode):
     """Makes tensors of single numbers on an accelerator by a kernel: `torch.tensor(0.0, device=x.device)`.
 
     torch makes them on the host and copies them, which a stream cannot capture. The mode belongs to its thread, so it
-    does not reach replays in the backward of an accelerator.
+    does not reach replays in the backward of an accelerator. `has_filled` says whether there were any.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_filled = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and isinstance(args[0], bool | int | float):
             device = options.get("device") or _compat.default_device() or "cpu"
             if torch.device(device).type != "cpu" and not options.pop("pin_memory", False):
+                self.has_filled = True
                 return torch.full((), args[0], **{**options, "device": device})
         return func(*args, **options)
 
@@ -212,7 +217,6 @@ class CapturedGraph:
         fill: Callable[[], None] | None,
         *,
         ignore_host_draws: bool,
-        fill_in_numbers: bool,
     ) -> None:
         self.facts = StepGuards(model, loss_fn)
         self._model, self._loss_fn, self._pool = model, loss_fn, pool
@@ -221,7 +225,8 @@ class CapturedGraph:
         self._inputs = list(tensors_in(self._args))
         self._generators = [torch.cuda.default_generators[self._device.index or 0], *self.facts.generators]
         self._ignore_host_draws = ignore_host_draws
-        self._forward_mode = NumbersFilledIn() if fill_in_numbers else nullcontext()
+        # In the first warm-up; then only if it found numbers, as guards of compiled modules depend on modes.
+        self._forward_mode: NumbersFilledIn | None = NumbersFilledIn()
         self._forward_bytes = 0  # that the last forward held at its end
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
@@ -274,15 +279,17 @@ class CapturedGraph:
             for generator in self._generators:
                 generator.set_offset(generator.get_offset() + _SHIFT)
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                for number in range(_NUM_WARM_UPS):
-                    before = self._positions()
-                    self._step(is_first=number == 0)
-                    draws = _distances(before, self._positions())
-                    self._clear_gradients()
-                    if number == 0:
-                        self._refuse_what_python_does(numbers, drawn, versions, weights)
-            current.wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    for number in range(_NUM_WARM_UPS):
+                        before = self._positions()
+                        self._step(is_first=number == 0)
+                        draws = _distances(before, self._positions())
+                        self._clear_gradients()
+                        if number == 0:
+                            self._refuse_what_python_does(numbers, drawn, versions, weights)
+            finally:
+                current.wait_stream(stream)  # buffers are restored on the current stream
             return draws
 
     def _capture(self, draws: list[int], eager_bytes: int, fill: Callable[[], None] | None, adds: bool) -> _Graph:
@@ -360,8 +367,10 @@ class CapturedGraph:
 
     def _step(self, *, is_first: bool = False) -> Tensor:
         before = _requested_bytes(self._device)
-        with self._forward_mode:
+        with self._forward_mode or nullcontext():
             loss = self._loss_fn(*self._args)
+        if self._forward_mode is not None and not self._forward_mode.has_filled:
+            self._forward_mode = None
         self._forward_bytes = _requested_bytes(self._device) - before
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn returned {type(loss).__name__}, not a tensor: let it return the loss")

@@ -37,7 +37,7 @@ from lowtide.eager.calls import (
     set_inner_paths,
 )
 from lowtide.eager.captured_step import CapturedStep
-from lowtide.errors import CaptureError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.policies import Policy, check_limit, check_policy
 from lowtide.replay.checkpoint import checkpoint, store_hooks
@@ -295,16 +295,18 @@ class Applied(RegionRunner):
         """Whether `plan_for_graph` makes a plan for the graph; otherwise it is captured under the handle's own."""
         return self.watch is not None and self.ranks.is_alone
 
-    @contextlib.contextmanager
-    def plan_for_graph(
-        self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
-    ) -> Iterator[Plan | None]:
-        """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy.
+    def plan_for_graph(self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int) -> Any:
+        """The plan to capture, for `under_graph_plan`; None for the handle's own.
 
         A handle from `fit` solves again: a graph takes no time of the host, so retained outputs cost less there, and
         nothing can be moved in it. `reserve_bytes` is the part of the budget to leave free, for gaps in the pool.
         Raises `InfeasibleBudgetError` if there is no such plan.
         """
+        return None
+
+    @contextlib.contextmanager
+    def under_graph_plan(self, planned: Any) -> Iterator[Plan | None]:
+        """Context manager in which the model runs under the plan to capture; yields that plan, None for a policy."""
         yield self.plan
 
     def capture(
@@ -325,15 +327,9 @@ class Applied(RegionRunner):
         On a handle from `fit` the graph has a plan of its own, `step.plan`, as its ops take no time of the host; the
         handle's plan is left as it is.
         """
-        capture = functools.partial(CapturedStep, self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs)
-        try:
-            return capture(ignore_host_draws=ignore_host_draws)
-        except CaptureError as error:
-            if not _compat.is_copy_while_capturing(error):
-                raise
-        # The step may copy single numbers to the device. A mode changes that; without it torch.compile's guards, which
-        # depend on modes, stay those of the eager step.
-        return capture(ignore_host_draws=ignore_host_draws, fill_in_numbers=True)
+        return CapturedStep(
+            self, loss_fn, args, accumulate=accumulate, max_graphs=max_graphs, ignore_host_draws=ignore_host_draws
+        )
 
     def report(
         self, path: str | os.PathLike[str], *, frontier: Frontier | None = None, time_limit_s: float = 5.0

@@ -210,26 +210,29 @@ class AppliedPlan(Applied):
             raise LowtideError("refit() is for handles from lowtide.fit: a plan applied by hand has no budget to fit")
         self.refitter(self, loss_fn, args, optimizer)
 
-    @contextmanager
     def plan_for_graph(
         self, loss_fn: Callable[..., Tensor], args: tuple[Any, ...], reserve_bytes: int
-    ) -> Iterator[Plan]:
+    ) -> PlannedInputs | None:
         if not self.plans_for_graphs or (self.plan.is_plain and not reserve_bytes):
-            yield self.plan
-            return
+            return None
         planner, planned = self.stepper.planned_with_graph(loss_fn, args)
         assert planned.graph is not None and self.watch is not None
         budget = max(1, self.watch.budget_bytes - reserve_bytes)
         plan = solve(line_of(planned.graph, 0.0), budget, time_limit_s=planner.limits.time_limit_s)
+        return self.replanned(planned, plan)
+
+    @contextmanager
+    def under_graph_plan(self, planned: PlannedInputs | None) -> Iterator[Plan]:
         before, eager = self.shapes.all, (self.plan, self.decisions)
-        used = self.replanned(planned, plan)
-        self.shapes.become([used])
-        self.use(used)
+        if planned is not None:
+            self.shapes.become([planned])
+            self.use(planned)
         try:
-            yield used.plan
+            yield self.plan
         finally:
-            self.shapes.become(before)
-            self.plan, self.decisions = eager
+            if planned is not None:
+                self.shapes.become(before)
+                self.plan, self.decisions = eager
 
     def stats(self) -> PlanStats:
         """As for a policy, with the plans made for larger inputs and after running out of memory."""
