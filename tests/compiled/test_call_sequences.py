@@ -255,4 +255,4 @@ def functions_entered(num_calls: int) -> int:
 
 def test_a_call_of_a_settled_step_costs_the_same_however_many_there_are() -> None:
     """The host runs this for every compiled block, of which a step may have a hundred."""
-    assert functions_entered(64) - functions_entered(4) <= 19 * (64 - 4)
+    assert functions_entered(64) - functions_entered(4) <= 7 * (64 - 4)

@@ -144,6 +144,9 @@ def active_data_parallel() -> Any:
     return None if active is None else active()
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     """Context manager in which Dynamo does not split graphs at the buckets of the `DistributedDataParallel` around it.
 
@@ -151,7 +154,7 @@ def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     when `torch.compile` has an option for it.
     """
     if active_data_parallel() is None:
-        return contextlib.nullcontext()
+        return _NOTHING
     return cast(Any, required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False))
 
 

@@ -11,15 +11,14 @@ variants chosen for its calls and what was measured with them; `settling` choose
   which one the step will repeat is not known yet. The calls then run the variants of the longest of these sequences,
   which save least.
 
-Cost: host time in every call of a compiled block. While all steps make the same calls, each call takes one
-comparison.
+Cost: host time in every call of a compiled block. While all steps make the same calls and their choice is settled,
+only the first and the last call of a step get a hook, and each of the others takes one comparison.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -36,23 +35,6 @@ _MOST_STEPS_AGO = 200
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
 
 
-class _BackwardHook:
-    """Hook before and after the autograd nodes of one call. It is freed with them, which tells when they are gone."""
-
-    def __init__(self, end_step: Callable[[], None], mark: Mark | None, num_nodes: int) -> None:
-        self._end_step, self._mark, self._num_left = end_step, mark, num_nodes
-
-    def __call__(self, gradients: Any) -> None:
-        self._end_step()
-        if self._mark is not None:
-            self._mark(BACKWARD)
-
-    def after(self, *gradients: Any) -> None:
-        self._num_left -= 1
-        if self._mark is not None and self._num_left == 0:
-            self._mark(BACKWARD_END)
-
-
 class _Call:
     """A call of a step: the number of its graph, what it runs, and a reference to its hook while that is alive."""
 
@@ -60,7 +42,50 @@ class _Call:
 
     def __init__(self, number: int, run: Any) -> None:
         self.number, self.run, self.has_backward = number, run, False
-        self.hook: weakref.ref[_BackwardHook] | None = None
+        self.hook: weakref.ref[_CallHook] | None = None
+
+
+class _CallHook:
+    """Hook before and after the autograd nodes of one call. It is freed with them, which tells when they are gone.
+
+    Compiled blocks run often, and every object that a call makes takes host time: so it has slots, and is what records
+    the end of the call as well.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_mark", "_num_left", "_step")
+
+    def __init__(self, step: StepCalls, call: _Call, mark: Mark | None) -> None:
+        self._step, self._call, self._mark, self._num_left = step, call, mark, 0
+
+    def end(self, outputs: Any) -> None:
+        """The graph has run, and has returned these outputs."""
+        mark = self._mark
+        if mark is not None:
+            mark(FORWARD_END)
+        nodes = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
+        if len(nodes) > 1:
+            nodes = list(dict.fromkeys(nodes))
+        if not nodes:  # nothing that a loss could depend on
+            if mark is not None:
+                self._step.drop(None)
+            return
+        self._num_left = len(nodes)
+        for node in nodes:
+            node.register_prehook(self)
+            if mark is not None:
+                node.register_hook(self._after)
+        self._step.add(self._call, self, is_measured=mark is not None)
+
+    def __call__(self, gradients: Any) -> None:
+        self._call.has_backward = True
+        self._step.end()
+        if self._mark is not None:
+            self._mark(BACKWARD)
+
+    def _after(self, *gradients: Any) -> None:
+        self._num_left -= 1
+        if self._mark is not None and self._num_left == 0:
+            self._mark(BACKWARD_END)
 
 
 def _is_alive(call: _Call) -> bool:
@@ -133,33 +158,39 @@ class StepCalls:
         """
         call = _Call(number, run)
         self._calls.append(call)
+        return _CallHook(self, call, mark).end
 
-        def end(outputs: Any) -> None:
-            if mark is not None:
-                mark(FORWARD_END)
-            nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
-            if not nodes:  # nothing that a loss could depend on
-                if mark is not None:
-                    self._dropped(None)
-                return
-            hook = _BackwardHook(functools.partial(self._end, call), mark, len(nodes))
-            for node in nodes:
-                node.register_prehook(hook)
-                if mark is not None:
-                    node.register_hook(hook.after)
-            call.hook = weakref.ref(hook, self._dead.append if mark is None else self._dropped)
-            self._alive.append(call)
+    def next_like(self, begun: Sequence[int], number: int) -> int | None:
+        """The position of a call of graph `number` if calls so far may be those of `begun`; None at either end of it.
 
-        return end
+        That is, as far as the first of them is alive and this one is the next, which `repeat` then records.
+        """
+        calls = self._calls
+        position = len(calls)
+        if self.is_over or self._dead or not 0 < position < len(begun) - 1 or begun[position] != number:
+            return None
+        return position if self._alive and self._alive[0] is calls[0] else None
 
-    def _dropped(self, hook: object) -> None:
+    def repeat(self, number: int, run: Any) -> None:
+        """Record a call without a hook: it counts as alive as long as the first one is."""
+        call = _Call(number, run)
+        call.hook = self._calls[0].hook
+        self._calls.append(call)
+        self._alive.append(call)
+
+    def add(self, call: _Call, hook: _CallHook, *, is_measured: bool) -> None:
+        """A call has ended, and its autograd nodes hold its hook."""
+        call.hook = weakref.ref(hook, self.drop if is_measured else self._dead.append)
+        self._alive.append(call)
+
+    def drop(self, hook: object) -> None:
+        """A measured call has lost its autograd nodes, or has made none."""
         self._dead.append(hook)
         if not self.is_over and not any(map(_is_alive, self._alive)):
             self._on_dropped()
 
-    def _end(self, call: _Call) -> None:
+    def end(self) -> None:
         """The backward of a call begins. The first one frees the autograd nodes of the step."""
-        call.has_backward = True
         if not self.is_over:
             self._look()
             self.is_over = True

@@ -100,6 +100,7 @@ class Session:
         self._calls = StepCalls(self._measurement.drop)  # of the present step, or of one that is over
         self._hooked_calls = StepCalls(lambda: None)  # likewise of calls inside of saved-tensor hooks
         self._has_planned_call = False  # since the last step with such calls began
+        self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
@@ -119,6 +120,16 @@ class Session:
         # Calls after this one are assumed: the step may need more than this, so nothing is refused yet.
         self.sequences.current = self._planned((*called, *[graph.number] * left))
         return self.sequences.current.choice.variants[len(called)]
+
+    def repeated_variant(self, graph: PlannedGraph) -> Variant | None:
+        """What a call runs that repeats those of settled steps, in the middle of them; None for any other call."""
+        sequence = self._routine
+        position = None if sequence is None else self._calls.next_like(sequence.begun, graph.number)
+        if sequence is None or position is None or _compat.is_replayed():
+            return None
+        run = sequence.choice.runs[position]
+        self._calls.repeat(graph.number, run)
+        return run[0]
 
     def next_run(self, graph: PlannedGraph, input_bytes: int = 0) -> GraphRun:
         """How to run the call of `graph` that begins now; `input_bytes` are those of inputs with symbolic shapes."""
@@ -194,6 +205,7 @@ class Session:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Context manager around code that compiles, which allocates memory that the step does not need."""
+        self._routine = None
         self._measurement.cancel()
         with self.watch.compiling():
             yield
@@ -201,19 +213,23 @@ class Session:
 
     def enable(self, enabled: bool) -> None:
         """Switch the plan on or off. The current step is not measured."""
-        self.enabled = enabled
+        self.enabled, self._routine = enabled, None
         self._measurement.cancel()
 
     # Parameters that graphs run with.
 
-    def see(self, parameters: tuple[nn.Parameter, ...]) -> None:
+    def see(self, parameters: list[nn.Parameter]) -> None:
         """Remember the parameters that a graph runs with, for `has_run_with` and for the bytes of their gradients."""
         seen = self._seen
-        if not seen.keys() >= set(map(id, parameters)):
-            for each in parameters:  # taken out when it is freed: another one may get its id
-                seen[id(each)] = weakref.ref(each, functools.partial(seen.pop, id(each)))
-            alive = (reference() for reference in list(seen.values()))
-            self.chooser.seen_bytes = sum(_compat.local_bytes(each) for each in alive if each is not None)
+        for each in parameters:
+            if id(each) not in seen:
+                break
+        else:
+            return
+        for each in parameters:  # taken out when it is freed: another one may get its id
+            seen[id(each)] = weakref.ref(each, functools.partial(seen.pop, id(each)))
+        alive = (reference() for reference in list(seen.values()))
+        self.chooser.seen_bytes = sum(_compat.local_bytes(each) for each in alive if each is not None)
 
     def has_run_with(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of these parameters was ever an input of a graph."""
@@ -221,9 +237,9 @@ class Session:
 
     def _gradient_bytes(self, model: nn.Module | None = None) -> int:
         """Bytes of the gradients of a model's parameters, or of all that graphs have seen."""
-        seen = (reference() for reference in list(self._seen.values()))
-        known = seen if model is None else model.parameters()
-        return sum(_compat.local_bytes(each.grad) for each in known if each is not None and each.grad is not None)
+        known = [each() for each in list(self._seen.values())] if model is None else model.parameters()
+        gradients = [each.grad for each in known if each is not None]
+        return sum([_compat.local_bytes(each) for each in gradients if each is not None])
 
     # Between steps.
 
@@ -231,12 +247,14 @@ class Session:
         """Once the last step's backward has begun: record its calls, and decide by its peak what it runs next."""
         if not self._calls.is_over:
             return
+        self._routine = None
         self._ranks.find(None if self.model is None else self.model())
         calls, self._calls = self._calls, StepCalls(self._measurement.drop)
         self.sequences.forget_failed(calls)
         sequences, numbers, repeated = self.sequences, calls.numbers, self.sequences.repeated(calls)
         if repeated is not None and self._is_routine(repeated):
             sequences.keep(repeated)
+            self._routine = None if repeated.choice.moves_any else repeated
             return
         sequences.forget(self._graphs)
         if not numbers or not self._is_alive(numbers):
