@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,8 @@ def linked(host_bytes: int, link_bytes_per_s: float) -> VariantsOnly:
 class TimedMeter(StepMeter):
     """Measures peaks as predicted, and the seconds that `seconds` gives for each variant and moved byte.
 
-    Every step takes `more_bytes` more than predicted, one with moves also `moving_bytes`.
+    Every step takes `more_bytes` more than predicted, one with moves also `moving_bytes`; a call `errors` by what its
+    variant keeps.
     """
 
     def __init__(
@@ -137,11 +139,12 @@ class TimedMeter(StepMeter):
         *,
         more_bytes: int = 0,
         moving_bytes: int = 0,
+        errors: Mapping[Any, int] | None = None,
     ) -> None:
         super().__init__()
         self.session: Session | None = None
         self._seconds, self._moved_byte_s = seconds, moved_byte_s
-        self._more_bytes, self._moving_bytes = more_bytes, moving_bytes
+        self._more_bytes, self._moving_bytes, self._errors = more_bytes, moving_bytes, errors or {}
 
     def reset(self) -> None:
         pass
@@ -157,7 +160,7 @@ class TimedMeter(StepMeter):
         choice, calls = self.session.sequences.current.choice, []
         held = BASE + self._more_bytes + (self._moving_bytes if any(choice.moved) else 0)
         for variant, moved in zip(choice.variants, choice.moved, strict=True):
-            after = held + variant.saved_bytes
+            after = held + variant.saved_bytes + self._errors.get(variant.keeps, 0)
             calls.append(CallProfile(held, after, after, after, self._seconds(variant)))
             held += variant.saved_bytes - sum(moved)
         seconds = sum(map(self._seconds, choice.variants)) + self._moved_byte_s * sum(map(sum, choice.moved))

@@ -63,14 +63,15 @@ def test_moves_are_taken_back_if_they_are_measured_to_be_slower(moved_byte_s: fl
     assert any(any(each.moved) for each, _ in meter.session.current.turns)
 
 
-@pytest.mark.parametrize("seed", sweep(range(60), keep=20))
+@pytest.mark.parametrize("seed", [*sweep(range(60), keep=20), 110, 155, 959])
 def test_host_memory_never_makes_a_step_slower(seed: int) -> None:
-    """Whatever copies cost and take in reality: the choice without moves that holds is timed too."""
+    """Whatever copies and variants cost and take in reality: the choice without moves that holds is timed too."""
     rng = random.Random(seed)
     sizes = sorted(rng.sample(range(10, 100), 3), reverse=True)
     extra = [0.0, rng.random(), 1 + 3 * rng.random()]
     moved_byte_s, budget = rng.choice([0.0, 0.001, 0.1]), BASE + rng.randrange(3 * sizes[-1], 3 * sizes[0])
     more_bytes, moving_bytes = rng.randrange(-20, 20), rng.choice([0, 0, 5, 40])
+    errors = {key: rng.randrange(-10, 30) for key in (None, (1,), (2,))}
     found = []
     for host_bytes in (0, 1000):
         graph = FakeGraph(7)
@@ -79,7 +80,11 @@ def test_host_memory_never_makes_a_step_slower(seed: int) -> None:
             for number, (size, extra_s) in enumerate(zip(sizes, extra, strict=True))
         )
         meter = TimedMeter(
-            lambda variant: 4 + 2 * variant.extra_s, moved_byte_s, more_bytes=more_bytes, moving_bytes=moving_bytes
+            lambda variant: 4 + 2 * variant.extra_s,
+            moved_byte_s,
+            more_bytes=more_bytes,
+            moving_bytes=moving_bytes,
+            errors=errors,
         )
         chooser = linked(host_bytes, 100.0) if host_bytes else VariantsOnly(model_bytes=BASE)
         meter.session = Session(budget, chooser=chooser, num_blocks=3, meter_of=lambda _, meter=meter: meter)

@@ -148,7 +148,7 @@ class _Decision:
     def _correct(self) -> None:
         sequence, chooser, before = self.sequence, self.chooser, self.sequence.choice
         self._learn()
-        now = chooser.choose(self.instances, self.budget_bytes, is_measured=True)
+        now = chooser.choose(self.instances, self.budget_bytes, is_measured=True, has_run=sequence.has_run)
         is_worth_it = before.extra_s - now.extra_s >= WORTH_A_COMPILE * sum(graph.step_s for graph in self.instances)
         is_worth_it |= before.replays_indices and not now.replays_indices
         if not self._is_over and (sequence.held_sizes or not is_worth_it):

@@ -15,7 +15,7 @@ session to time: what torch's partitioner does under `activation_memory_budget`,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -118,18 +118,26 @@ class VariantChooser:
     def optimizer(self) -> Any:
         return None if self._optimizer is None else self._optimizer()
 
-    def choose(self, instances: list[PlannedGraph], budget_bytes: int, *, is_measured: bool = False) -> VariantChoice:
+    def choose(
+        self,
+        instances: list[PlannedGraph],
+        budget_bytes: int,
+        *,
+        is_measured: bool = False,
+        has_run: Callable[[VariantChoice], bool] | None = None,
+    ) -> VariantChoice:
         """The fastest choice found that fits; if none fits, the one with the smallest peak and `is_within=False`.
 
         With `is_measured` the choice is run and measured. It then has no moves if one without fits, or is nearly within
-        the budget and nothing was measured yet; `alternatives` has the one with moves.
+        the budget and was not measured; `alternatives` has the one with moves. `has_run` tells which were measured; by
+        default all, once any choice for these calls was.
         """
         self._device = instances[0].device
         if len(instances) == 1:
             return self._single(instances[0], budget_bytes)
         plain = self._shared(instances, budget_bytes)
-        is_new = is_measured and not self._has_measured(instances)
-        if is_new and plain.peak_bytes <= (1 + _NEARLY_WITHIN) * budget_bytes:
+        is_new = not (self._has_measured(instances) if has_run is None else has_run(plain))
+        if is_measured and is_new and plain.peak_bytes <= (1 + _NEARLY_WITHIN) * budget_bytes:
             return plain
         found = [plain]
         if self.host_bytes > 0 and not (is_measured and plain.is_within):
@@ -214,14 +222,17 @@ class VariantChooser:
         """Other choices that may be faster than their predictions say, to be timed beside `choice`. `over` did not fit.
 
         What torch's partitioner does with the largest `activation_memory_budget` that fits, in all calls alike, and the
-        best choice with moves to the host.
+        best choice with moves to the host, or without if `choice` has some.
         """
         step_s = sum(graph.step_s for graph in instances)
         most_s = max(_CANNOT_WIN[0] * choice.extra_s, choice.extra_s + _CANNOT_WIN[1] * step_s)
         of_torch = [each for each in self._torch_choices(instances) if not any(map(each.is_like, over))]
         fitting = [each for each in of_torch if each.peak_bytes <= (1 + _PERHAPS_WITHIN) * budget_bytes][:1]
         found = [each for each in fitting if each.extra_s <= most_s]
-        if self.host_bytes > 0 and len(instances) > 1:
+        if choice.moves_any:
+            without = self._shared(instances, budget_bytes)
+            found += [without] if without.is_within else []
+        elif self.host_bytes > 0 and len(instances) > 1:
             moving = self._shared(instances, budget_bytes, _SHARES)
             is_worth_it = choice.extra_s - moving.extra_s >= WORTH_A_COMPILE * step_s
             found += [moving] if moving.is_within and moving.moves_any and is_worth_it else []
