@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +60,10 @@ def put(cache: Any, y: Tensor) -> None:
     cache[len(cache)] = y.detach()
 
 
+def put_attribute(cache: Any, y: Tensor) -> None:
+    cache.y = y.detach()
+
+
 def add(cache: Any, y: Tensor) -> None:
     cache.items.append(y.detach())
 
@@ -101,14 +107,22 @@ def budgets(model: nn.Module, loss_fn: Any, *args: Any, shares: tuple[float, ...
 @pytest.mark.parametrize("mode", ["real", "fake"])
 @pytest.mark.parametrize(
     ("make", "change"),
-    [(list, append), (dict, put), (Cache, add), (one_tensor, add_in_place), (lambda: (1, [Cache()]), None)],
-    ids=["list", "dict", "object", "tensor in an object", "unchanged"],
+    [
+        (list, append),
+        (dict, put),
+        (Cache, add),
+        (one_tensor, add_in_place),
+        (UserDict, put),  # Hugging Face's Gemma3n shares keys and values of layers in one
+        (SimpleNamespace, put_attribute),  # of which there are no weak references
+        (lambda: (1, [Cache()]), None),
+    ],
+    ids=["list", "dict", "object", "tensor in an object", "mapping", "namespace", "unchanged"],
 )
 def test_calls_that_change_an_argument_are_known_from_the_trace(make: Any, change: Any, mode: Any) -> None:
     model = Layers(make, [None, change, None])
     graph = lowtide.trace(model, model, torch.randn(4, 8), mode=mode)
     # A replay is given an object by reference, and a container rebuilt as it was: the object also fails the others.
-    by_reference = make in (Cache, one_tensor)
+    by_reference = make not in (list, dict)
     changed = set() if change is None else {"layers.1", *(("layers.0",) if by_reference else ())}
     assert unreplayable(graph) == changed
     assert all("cache" in reason for reason in graph.unreplayable.values())

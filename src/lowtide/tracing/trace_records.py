@@ -13,11 +13,10 @@ a later call may change them. Tensors changed in place are found from the ops in
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _compat
-from lowtide.replay.arguments import CONSTANTS, Fingerprint
+from lowtide.replay.arguments import CONSTANTS, Arguments, Fingerprint
 from lowtide.store.storage_units import stands_for_storage
 
 
@@ -158,7 +157,6 @@ class Clock:
     )
 
 
-_MAX_DEPTH = 32
 _UNCHANGEABLE = (*CONSTANTS, torch.Generator, types.FunctionType, nn.Module)
 
 
@@ -166,7 +164,7 @@ _UNCHANGEABLE = (*CONSTANTS, torch.Generator, types.FunctionType, nn.Module)
 class _TrackedObject:
     """An object passed to calls, with its fingerprint when it was last compared."""
 
-    reference: weakref.ref[Any]
+    reference: Callable[[], Any]
     fingerprint: Fingerprint
     names: dict[int, str] = field(default_factory=dict)  # of the argument, by call
 
@@ -207,7 +205,7 @@ class ArgumentChanges:
     def _compare(self, value: Any) -> _TrackedObject:
         tracked = self._objects.get(id(value))
         if tracked is None or tracked.reference() is not value:
-            tracked = self._objects[id(value)] = _TrackedObject(weakref.ref(value), Fingerprint(value))
+            tracked = self._objects[id(value)] = _TrackedObject(_reference_to(value), Fingerprint(value))
         elif not tracked.fingerprint.still_holds(value):
             tracked.fingerprint = Fingerprint(value)
             for call, name in tracked.names.items():
@@ -229,19 +227,11 @@ def before_forwards(modules: Iterable[nn.Module], hook: Callable[..., None]) -> 
     return {m: m.register_forward_pre_hook(hook, with_kwargs=True) for m in modules if may_change_objects(m)}
 
 
-def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the weakly referenceable objects in an argument, which a replay would receive by reference."""
-    if isinstance(value, (Tensor, *_UNCHANGEABLE)) or depth >= _MAX_DEPTH:
-        return
-    parts: Any = None
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = value
-    elif dataclasses.is_dataclass(value):
-        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    if parts is not None:
-        for part in list(parts):
-            yield from _objects_in(part, depth + 1)
-    elif type(value).__weakrefoffset__:
-        yield value
+def _objects_in(value: Any) -> list[Any]:
+    """The objects in an argument that a replay would receive by reference."""
+    return Arguments.take((value,), {})[0].objects or []
+
+
+def _reference_to(value: Any) -> Callable[[], Any]:
+    """A reference that keeps nothing alive, unless the class allows no weak ones."""
+    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
