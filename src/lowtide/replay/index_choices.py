@@ -11,6 +11,9 @@ first starts it, and in a replay returns an empty tensor; the second, `wait_tens
 forward. One that writes to its argument (`torch.distributed.all_to_all_single`) is waited for in the forward, and a
 replay copies its result to the argument.
 
+An op whose inputs are such indices, or integers made of them alone, has no choice: a sort of expert numbers gives the
+same in each replay, and is run again. Traces tell these ops from others likewise (`trace_records.settled_flags`).
+
 The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores
 the position in that log at which it begins, so that its own replay and the outer one read the same entries. Only
 modules whose own ops have such outputs run under a dispatch mode, and only inside of regions.
@@ -18,8 +21,9 @@ modules whose own ops have such outputs run under a dispatch mode, and only insi
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,6 +49,13 @@ IndexChoiceLog = list[IndexChoice]
 
 
 @dataclass(eq=False, slots=True)
+class _Scope:
+    """A call of a module whose ops return indices."""
+
+    parent: _Scope | None
+
+
+@dataclass(eq=False, slots=True)
 class _Cursor:
     """A thread's position in a log. A forward appends to the log at its end; a replay only reads it."""
 
@@ -52,15 +63,27 @@ class _Cursor:
     position: int
     is_replay: bool
     frame: Any = None  # of the region whose forward this is
-    is_choosing: bool = False  # whether the dispatch mode is already in force
+    scope: _Scope | None = None  # of the innermost module that runs under the dispatch mode; None: not in force
     pending: dict[int, _compat.StorageReference] = field(default_factory=dict)  # collectives that were not waited for
 
 
 class _CurrentLog(threading.local):
     cursor: _Cursor | None = None
+    # Counts the ops of a replay, of which plans retain some by their number: to be told of those that are not run.
+    count: Callable[[Any, Any], Any] | None = None
 
 
 _now = _CurrentLog()
+
+
+@contextlib.contextmanager
+def counted_by(count: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Context manager around a replay in which `count(op, args)` is called for each op that is not run."""
+    before, _now.count = _now.count, count
+    try:
+        yield
+    finally:
+        _now.count = before
 
 
 def begin() -> tuple[IndexChoiceLog, int]:
@@ -104,14 +127,42 @@ def _at(cursor: _Cursor, call: Callable[..., Any], args: Any, kwargs: dict[str, 
 def choosing(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a module whose ops return indices; outside of regions, just call it."""
     cursor = _now.cursor
-    if cursor is None or cursor.is_choosing:
+    if cursor is None:
         return forward(*args, **kwargs)
-    cursor.is_choosing = True
+    around = cursor.scope
+    cursor.scope = _Scope(around)
     try:
-        with _IndexChoiceMode(cursor):
+        with _IndexChoiceMode(cursor) if around is None else contextlib.nullcontext():
             return forward(*args, **kwargs)
     finally:
-        cursor.is_choosing = False
+        cursor.scope = around
+
+
+_MARK = "_lowtide_settled"  # attribute of integer tensors that each replay computes alike: their version and scope
+
+
+def _settled(output: Any, scope: _Scope | None) -> Any:
+    """Mark the integers in the output of an op as the same in each replay, until they are written to."""
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        if not tensor.is_floating_point():
+            setattr(tensor, _MARK, (_compat.version_of(tensor), scope))
+    return output
+
+
+def _is_settled(args: Any, kwargs: Any, scope: _Scope | None) -> bool:
+    """Whether all tensors that an op is given are marked, in this scope or in one inside of it.
+
+    Integers of a scope around this one do not count: a replay of this one alone would get them without the mark.
+    """
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.is_floating_point():
+            return False
+        version, marked_in = getattr(tensor, _MARK, (-1, None))
+        while marked_in is not None and marked_in is not scope:
+            marked_in = marked_in.parent
+        if marked_in is None or version != _compat.version_of(tensor):
+            return False
+    return True
 
 
 class _IndexChoiceMode(_compat.DispatchMode):
@@ -125,9 +176,16 @@ class _IndexChoiceMode(_compat.DispatchMode):
         kwargs, cursor = kwargs or {}, self._cursor
         if any(map(_compat.is_distributed_type, types)):
             return NotImplemented  # a DTensor runs the op on its shard, under this mode
-        kind = facts_of(func).kept_as
-        if _now.cursor is not cursor or not kind:  # ops of an inner replay belong to another region
+        facts = facts_of(func)
+        kind = facts.kept_as
+        if _now.cursor is not cursor:  # an inner replay belongs to another region
             return func(*args, **kwargs)
+        if not kind or (kind == "index" and not facts.has_dynamic_shape):
+            if not _is_settled(args, kwargs, cursor.scope) or "random" in facts.flags:
+                if not kind:
+                    return func(*args, **kwargs)
+            else:
+                return _settled(func(*args, **kwargs), cursor.scope)
         if kind == "wait" and _compat.storage_id(args[0]) not in cursor.pending:
             return func(*args, **kwargs)
         if kind != "index" and cursor.is_replay and cursor.position >= len(cursor.log):
@@ -149,13 +207,19 @@ class _IndexChoiceMode(_compat.DispatchMode):
             else:
                 copies = [None if kind == "index" and part.is_floating_point() else part.clone() for part in parts]
         cursor.log.append(IndexChoice(func, copies, build, _num_saves(cursor)))
-        return output
+        return _settled(output, cursor.scope) if kind == "index" else output
 
     def _from_log(self, choice: IndexChoice, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if choice.op is not func:
             raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
+        if kind == "index" and (None in choice.parts or "random" in facts_of(func).flags):
+            return _settled(_chosen_before(choice, func, args, kwargs), self._cursor.scope)
+        if _now.count is not None:
+            _now.count(func, args)
         if kind == "index":
-            return _chosen_before(choice, func, args, kwargs)
+            with _compat.bare_kernels():
+                parts = [part.clone() for part in choice.parts if part is not None]
+            return _settled(choice.build(parts), self._cursor.scope)
         if kind == "in place":
             return _written_before(choice, func, args)
         with _compat.bare_kernels():
@@ -183,10 +247,7 @@ def _written_before(choice: IndexChoice, func: Any, args: Any) -> Any:
 
 
 def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the output of an op in a replay, with the indices of its forward."""
-    if None not in choice.parts and "random" not in facts_of(func).flags:
-        with _compat.bare_kernels():
-            return choice.build([part.clone() for part in choice.parts if part is not None])
+    """Run an op in a replay, and return its output with the indices of its forward."""
     output = func(*args, **kwargs)
     parts, _ = _compat.flattened(output)
     with _compat.bare_kernels():
@@ -196,20 +257,21 @@ def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> An
             if kept is not None:
                 part.copy_(kept)
         if len(parts) == 2 and choice.parts[0] is None and choice.parts[1] is not None:
-            parts[0].copy_(_values_at(choice.parts[1], func, args, kwargs))
+            _put_values_at(choice.parts[1], func, args, kwargs, parts[0])
     return output
 
 
-def _values_at(indices: Tensor, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return the values that topk, sort, max and similar ops return along with `indices`."""
+def _put_values_at(indices: Tensor, func: Any, args: Any, kwargs: Any, values: Tensor) -> None:
+    """Write the values that topk, sort, max and similar ops return along with `indices`."""
     source, names = args[0], facts_of(func).argument_names
     if not source.dim():
-        return source
+        values.copy_(source)
+        return
     at = names.index("dim")
     dim = args[at] if at < len(args) else kwargs.get("dim", -1)
     is_reduced = indices.dim() < source.dim()
-    values = source.gather(dim, indices.unsqueeze(dim) if is_reduced else indices)
-    return values.squeeze(dim) if is_reduced else values
+    indices, values = (each.unsqueeze(dim) if is_reduced else each for each in (indices, values))
+    torch.gather(source, dim, indices, out=values)
 
 
 def _differs(func: Any, finding: str) -> ReplayError:

@@ -298,11 +298,15 @@ class RetainedOutputMode(OpCountingMode):
         self.taken: dict[Op, dict[int, _compat.StorageReference]] = {}  # parts by number
         self._last_state = -1  # the last save whose captured random state was set
 
+    def count(self, func: Any, args: Any) -> Op | None:
+        op = super().count(func, args)
+        if op is not None and not self._is_astray and type(op[0]) is not tuple:
+            self._is_astray = next(self._kinds, None) != op[0]
+        return op
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self.count(func, args)
         if op is not None:
-            if not self._is_astray and type(op[0]) is not tuple:
-                self._is_astray = next(self._kinds, None) != op[0]
             retained = None if self._is_astray else self._profile.ops.get(op)
             if retained is not None and self._may_take(op, retained, args, kwargs):
                 return self._take(op, retained)
