@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide._compat.dispatch import OpNames
+from lowtide._compat.dispatch import DispatchMode, OpNames
 from lowtide.eager import captured_step, cuda_graph
 from lowtide.eager.captured_step import CapturedPlan, least_reserve
 from lowtide.eager.cuda_graph import StepGuards, batch_form, changed_value
@@ -273,6 +274,22 @@ def test_the_users_line_is_the_innermost_outside_of_torch() -> None:
     assert file == __file__
     with open(file) as text:
         assert "# this line" in text.readlines()[line - 1]
+
+
+def test_the_line_that_calls_an_op_is_the_users() -> None:
+    class Lines(DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(cuda_graph._present_line(sys._getframe(1)))
+            return func(*args, **(kwargs or {}))
+
+    def loss_fn(x: Tensor) -> Any:
+        return wait(x)
+
+    found: list[Any] = []
+    wait, x = lambda x: x.item(), torch.ones(1)
+    with Lines():
+        loss_fn(x)
+    assert found == [(__file__, wait.__code__.co_firstlineno)]
 
 
 @pytest.mark.usefixtures("quick_search")

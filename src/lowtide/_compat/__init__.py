@@ -11,6 +11,7 @@ are imported from their file.
 """
 
 from lowtide._compat.autograd import *
+from lowtide._compat.cuda_allocator import *
 from lowtide._compat.dispatch import *
 from lowtide._compat.distributed import *
 from lowtide._compat.dynamo import *

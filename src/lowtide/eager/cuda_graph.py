@@ -24,6 +24,7 @@ import gc
 import linecache
 import logging
 import os
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -319,6 +320,7 @@ class CapturedGraph:
                 traceback.clear_frames(failure.__traceback__)  # the frames hold tensors in the graph's memory
                 loss = None
                 self._clear_gradients()
+                _compat.give_up_pool(stream.device.index, self._pool)
                 self._mend(stream)
                 refusal = self._refusal(failure)
                 raise refusal from (None if refusal is failure else failure)
@@ -460,7 +462,7 @@ class CapturedGraph:
 
     def _synchronizing_ops(self) -> list[tuple[str, tuple[str, int] | None]]:
         """The ops of an eager step that make the host wait, and the lines that call them."""
-        ops = _compat.SynchronizingOps(lambda: _user_line(list(traceback.walk_stack(None))[::-1]))
+        ops = _compat.SynchronizingOps(lambda: _present_line(sys._getframe()))
         try:
             with ops:
                 self._step()
@@ -517,6 +519,11 @@ def _user_line(frames: list[tuple[types.FrameType, int]]) -> tuple[str, int] | N
         if not frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
             return frame.f_code.co_filename, line
     return None
+
+
+def _present_line(frame: types.FrameType) -> tuple[str, int] | None:
+    """The user's line that has led to a frame. (`walk_stack(None)` leaves out the nearest frames.)"""
+    return _user_line(list(traceback.walk_stack(frame))[::-1])
 
 
 def _drawn_on_host(before: dict[str, Any], after: dict[str, Any]) -> str | None:
