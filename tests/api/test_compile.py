@@ -34,7 +34,7 @@ from kernelless import (
 from lowtide import _compat
 from lowtide.api.compile import explain_compiled
 from lowtide.compiled import backend
-from lowtide.compiled.other_memory import FirstForward
+from lowtide.compiled.other_memory import ForwardHook
 from lowtide.errors import UnitError
 from sweeps import sweep
 
@@ -208,7 +208,7 @@ def test_another_budget_is_another_graph(compiler: Compiler) -> None:
         squared(model).backward()
     assert len(compiler.splits) > before, "served from a cache"
     assert min(split.saved_bytes for split in compiler.splits[before:]) < saved
-    assert sum(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()) == 0
+    assert sum(isinstance(hook, ForwardHook) for hook in model._forward_pre_hooks.values()) == 1
     assert f"within {lowtide.units.format_bytes(floor)}" in explain_compiled(model)
 
 
@@ -318,13 +318,13 @@ def test_copies_pickles_and_names_are_as_before(has_run: bool) -> None:
     lowtide.compile(model, budget=PLENTY)
     if has_run:
         squared(model).backward()
-        assert not model._forward_pre_hooks, "the hook looked once and is gone"
+        assert len(model._forward_pre_hooks) == 1 and not model._forward_hooks
     assert (list(model.state_dict()), [name for name, _ in model.named_modules()], type(model)) == names
     written = io.BytesIO()
     torch.save(model, written)
     written.seek(0)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(written, weights_only=False)):
-        assert not any(isinstance(hook, FirstForward) for hook in copied._forward_pre_hooks.values())
+        assert not any(isinstance(hook, ForwardHook) for hook in copied._forward_pre_hooks.values())
         assert_equal(left_behind(copy.deepcopy(copied), squared), left_behind(copied, squared))
     assert len(session_of(model).graphs) == (1 if has_run else 0), "a copy is not compiled"
 

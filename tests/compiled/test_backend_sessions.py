@@ -211,7 +211,9 @@ def test_blocks_that_are_not_called_as_modules_are_said_once() -> None:
         for _ in range(4):
             squared(model).backward()
     assert len(caught) == 1 and str(lowtide.handle_of(model)) == str(caught[0].message)
-    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not model._forward_hooks
+    lowtide.handle_of(model).remove()
+    assert not model._forward_pre_hooks
 
 
 def test_a_model_that_is_not_called_itself_is_said_once() -> None:
@@ -376,7 +378,7 @@ def test_first_forwards_are_traced_one_at_a_time(monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(other_memory, "trace_once", slow_trace)
-    firsts = [lowtide.handle_of(lowtide.compile(model, budget=PLENTY))._first for model in models]
+    firsts = [lowtide.handle_of(lowtide.compile(model, budget=PLENTY))._hook for model in models]
     calls = [(first, (model, (rows(),), {})) for first, model in zip(firsts, models, strict=True)]
     threads = [threading.Thread(target=first, args=args) for first, args in calls]
     for thread in threads:

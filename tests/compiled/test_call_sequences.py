@@ -133,6 +133,17 @@ def test_shorter_steps_over_the_budget_correct_what_is_chosen_for_the_longest() 
             hopeless.run(3)
 
 
+def test_shorter_steps_over_the_budget_do_not_wait_for_a_longest_that_held() -> None:
+    """As where blocks were replaced by new ones, which are not compiled."""
+    steps = Steps(BASE + 130, lambda ran: BASE + (saved(ran) if len(ran) == 6 else 200 + saved(ran)))
+    for _ in range(6):
+        steps.run(6)
+    assert steps.session.current.is_settled
+    with pytest.raises(InfeasibleBudgetError):
+        for _ in range(12):
+            steps.run(2)
+
+
 def test_several_forwards_with_one_backward_are_one_step() -> None:
     steps = Steps(BASE + 130, None)
     for _ in range(2):

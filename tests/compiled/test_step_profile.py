@@ -109,6 +109,59 @@ def test_budgets_hold_or_are_refused(name: str) -> None:
         assert peak_bytes(model, loss) <= 1.02 * budget
 
 
+class Stemmed(Stack):
+    """Activations before the blocks take more memory than those inside."""
+
+    def __init__(self) -> None:
+        super().__init__(*(MLP() for _ in range(3)))
+        self.stem = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
+
+
+def _once(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _twice(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - model(x + 1)).square().mean()
+
+
+@pytest.mark.parametrize("later", ["nothing", "larger batches", "two calls", "dtype", "optimizer", "blocks"])
+def test_what_runs_before_the_blocks_is_measured(later: str) -> None:
+    """From where the forward begins, and with what is there then: the first forward was another one."""
+    model = lowtide.compile(Stemmed(), budget=PLENTY)
+    optimizer = torch.optim.Adam(model.parameters()) if later == "optimizer" else None
+    x, loss = rows(64), _once
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            model.zero_grad()
+            loss(model, x).backward()
+            if optimizer is not None:
+                optimizer.step()
+
+    train(4)
+    if later == "larger batches":
+        x = rows(1024)
+    elif later == "two calls":
+        loss = _twice
+    elif later == "dtype":
+        model.double()
+        x = x.double()
+    elif later == "blocks":
+        for number in (0, 2):
+            model.blocks[number] = MLP()
+    train(6)
+    held = x.nbytes + (0 if optimizer is None else 2 * sum(each.nbytes for each in model.parameters()))
+    peak = held + peak_bytes(model, lambda model: loss(model, x))
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak, rel=0.01)
+    torch._dynamo.reset()
+    lowtide.compile(model, budget=int(1.01 * peak))
+    train(8)  # and is not refused
+
+
 def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:
     """Blocks compiled as without lowtide: under `activation_memory_budget`, or (None) each inside of a checkpoint."""
 

@@ -13,7 +13,6 @@ pre-hook traces the first training forward, for the memory outside of the blocks
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -32,9 +31,9 @@ from lowtide.compiled.backend import (
     watch_sessions,
 )
 from lowtide.compiled.compiled_handle import NOTHING_YET, CompiledHandle, describe
-from lowtide.compiled.other_memory import FirstForward
+from lowtide.compiled.other_memory import ForwardHook
 from lowtide.compiled.planned_graph import tag
-from lowtide.compiled.session import Session
+from lowtide.compiled.session import Session, tensor_bytes
 from lowtide.compiled.variant_choice import VariantChooser
 from lowtide.distributed.data_parallel import bucket_bytes
 from lowtide.eager.handle import Applied, handle_at
@@ -93,8 +92,11 @@ def compile(
     blocks = _blocks(model, regional)
     host_bytes = _host_bytes(host, blocks)
     buckets = bucket_bytes([module for module in given.modules() if isinstance(module, DistributedDataParallel)])
-    chooser = VariantChooser(optimizer, host_bytes, model_bytes=_tensor_bytes(model) + buckets)
+    chooser = VariantChooser(
+        optimizer, host_bytes, model_bytes=tensor_bytes(model.parameters(), model.buffers()) + buckets
+    )
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
+    session.bucket_bytes = buckets
     backend = shared_backend(options, mode, dynamic)
     if model in _by_model:
         _by_model.pop(model).remove()
@@ -105,8 +107,8 @@ def compile(
     for module in blocks or [model]:
         enter = functools.partial(SessionCall, session, (names[module], type(module).__name__))
         _compat.compile_module(module, enter, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
-    first = FirstForward(model, blocks, session) if blocks else BypassWatch(model, session)
-    _by_model[model] = CompiledHandle(session, blocks or [model], first, head)
+    hook = ForwardHook(model, blocks, session) if blocks else BypassWatch(model, session)
+    _by_model[model] = CompiledHandle(session, blocks or [model], hook, head)
     session.release, session.model = _by_model[model].remove, weakref.ref(model)
     watch_sessions(session)
     return given
@@ -257,8 +259,3 @@ def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:
 
 def _budget_on(budget: int | str, device: torch.device) -> int:
     return parse_bytes(budget, total_bytes=present_device(trace_device(device)).memory_bytes or None)
-
-
-def _tensor_bytes(model: nn.Module) -> int:
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return sum(map(_compat.local_bytes, {id(each): each for each in tensors}.values()))

@@ -25,7 +25,7 @@ from torch import nn
 from lowtide import _compat
 from lowtide.compiled.backend import SESSIONS, BypassWatch
 from lowtide.compiled.call_sequences import CallSequence
-from lowtide.compiled.other_memory import FirstForward
+from lowtide.compiled.other_memory import ForwardHook
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.session import Session
 from lowtide.compiled.variant_choice import torch_way
@@ -95,13 +95,13 @@ class CompiledHandle:
         self,
         session: Session,
         modules: list[nn.Module],
-        first: FirstForward | BypassWatch | None,
+        hook: ForwardHook | BypassWatch | None,
         head: SplitHead | None = None,
     ) -> None:
         self.session, self.split_head = session, head
         self.is_removed = False
         self._compiled = [weakref.ref(module) for module in modules]
-        self._first = first
+        self._hook = hook
 
     @property
     def enabled(self) -> bool:
@@ -125,8 +125,8 @@ class CompiledHandle:
         self.session.enable(False)
         for module in filter(None, (reference() for reference in self._compiled)):
             _compat.uncompile(module)
-        if self._first is not None:
-            self._first.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if self.split_head is not None:
             self.split_head.remove()
         SESSIONS.pop(self.session, None)

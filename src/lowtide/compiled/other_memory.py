@@ -2,10 +2,10 @@
 
 A budget covers the whole step, but in regional mode only the blocks are planned. The memory of everything else
 (embedding, head, loss, gradients, optimizer state) decides how much they may save, and it differs from block to block.
-`lowtide.compile` registers `FirstForward`, a forward pre-hook that runs once: it traces the model's eager step on fake
-tensors, simulates it with every block checkpointed, and reads off the bytes in use when each block's forward and
-backward begins (`OtherMemory`). `VariantChooser` plans with these numbers. If the model cannot be traced, it plans
-without.
+`lowtide.compile` registers `ForwardHook`, a forward pre-hook. In the first training forward it traces the model's eager
+step on fake tensors, simulates it with every block checkpointed, and reads off the bytes in use when each block's
+forward and backward begins (`OtherMemory`). `VariantChooser` plans with these numbers. If the model cannot be traced,
+it plans without. In later forwards the hook tells the session where a step begins.
 
 Cost: one trace, about 0.03 s per block of a transformer.
 """
@@ -85,10 +85,10 @@ def _start_bytes(timeline: Timeline, phase: int, span: tuple[int, int]) -> int |
 logger = logging.getLogger("lowtide")
 
 
-class FirstForward(ModelHook):
-    """A forward pre-hook that traces the model once and removes itself.
+class ForwardHook(ModelHook):
+    """A forward pre-hook that traces the model once, and tells the session when later training forwards begin.
 
-    Warns if the forward that follows calls none of the blocks as modules.
+    Warns if the first forward calls none of the blocks as modules.
     """
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], session: Session) -> None:
@@ -96,25 +96,41 @@ class FirstForward(ModelHook):
         # Weakly: a model is freed though its handle, found by a weak key, refers to this object, and a block to it.
         self._blocks = [weakref.ref(block) for block in blocks]
         # First, with the caller's arguments: hooks that change them run again in the trace.
-        self.remove = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True).remove
+        self._handles = [model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)]
+
+    def remove(self) -> None:
+        """Remove the hook, and the one after the forward."""
+        while self._handles:
+            self._handles.pop().remove()
 
     @_compat.disable_dynamo  # inside of another torch.compile
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or not self._blocks:
+        if not torch.is_grad_enabled():
             return
-        self.remove()
+        if self._blocks:
+            self._trace(model, args, kwargs)
+            self._handles.append(model.register_forward_hook(self._check, always_call=True))
+        elif self._session.begin_forward(args, kwargs):
+            self._handles.append(model.register_forward_hook(self._end, always_call=True))
+
+    def _trace(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         session, chooser = self._session, self._session.chooser
         # Hooks on all modules, and the stance, hold for all threads.
         with _compat.compile_lock(), session.watch.planning(), without_warnings():
             blocks = [block for block in (reference() for reference in self._blocks) if block is not None]
+            self._blocks = []  # the trace calls the hook again
             chooser.surroundings = _traced(model, blocks, args, kwargs, chooser.optimizer)
-        self._blocks = []
         session.has_called_module = False  # other than in the trace
-        self.remove = model.register_forward_hook(self._check, always_call=True).remove
+
+    @_compat.disable_dynamo
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        """The forward has returned or raised: nothing stays measured that has called no block."""
+        self._handles.pop().remove()
+        self._session.end_forward()
 
     @_compat.disable_dynamo
     def _check(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.remove()
+        self._handles.pop().remove()
         if output is not None and not self._session.has_called_module:  # None after an error
             self._session.warn_unplanned(_NONE_CALLED)
 

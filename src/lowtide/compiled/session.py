@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from lowtide.compiled.settling import SessionRanks, StepReport, name_of_calls, s
 from lowtide.compiled.step_profile import AllocatorMeter, CompileWatch, ProfilerMeter, StepMeasurement, StepMeter
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser, replayed_indices_warning
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.replay.arguments import tensors_in
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
@@ -44,6 +46,11 @@ from lowtide.units import check_bytes, format_bytes, parse_bytes
 MEASURES_CPU = True
 
 _NO_CONTEXT = contextlib.nullcontext()
+
+
+def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors, each counted once."""
+    return sum(map(_compat.local_bytes, {id(each): each for each in itertools.chain(*tensors)}.values()))
 
 
 class GraphRun(NamedTuple):
@@ -102,9 +109,40 @@ class Session:
         self._has_planned_call = False  # since the last step with such calls began
         self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
+        self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
+        self._forward_bytes: int | None = None  # in use where a forward of the model begins, while one does
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
         self._warned: set[str] = set()
+
+    # Called by the model's forward hook.
+
+    def begin_forward(self, args: Any, kwargs: Any) -> bool:
+        """A training forward of the model begins. Returns whether it is measured from here on.
+
+        On the CPU it is, so that what runs before the first compiled call is a part of the step. An accelerator's
+        allocator sees all anyway.
+        """
+        if not self.enabled or not self._calls.is_over or _compat.is_replayed():
+            return False
+        if self._routine is not None and self.sequences.repeated(self._calls) is self._routine:
+            return False
+        meter, model = self._meter, None if self.model is None else self.model()
+        if meter is None or meter.sees_all or model is None:
+            return False
+        self.chooser.model_bytes = tensor_bytes(model.parameters(), model.buffers()) + self.bucket_bytes
+        states = self.chooser.state_bytes(model)
+        self._forward_bytes = self.chooser.model_bytes + states + tensor_bytes(tensors_in((args, kwargs)))
+        try:
+            self._end_step()
+        finally:
+            self._forward_bytes = None
+        return self._measurement.meter is not None
+
+    def end_forward(self) -> None:
+        """A forward that is measured has returned or raised."""
+        if not self._calls.num_begun:
+            self._measurement.cancel()
 
     # Called by PlannedGraph.
 
@@ -294,7 +332,10 @@ class Session:
         It may be long until the longer one comes again, and shorter ones are over the budget meanwhile.
         """
         longer, (peak_bytes, _) = self.sequences.longer_than(calls), self._measurement.result(self.budget_bytes)
-        if peak_bytes is None or peak_bytes <= self.budget_bytes or longer is None or longer.is_settled:
+        if peak_bytes is None or peak_bytes <= self.budget_bytes or longer is None:
+            return
+        if longer.is_settled:  # it held: more is in memory now, such as new blocks in place of some that were compiled
+            self.sequences.by_numbers.pop(longer.numbers, None)
             return
         if self._ranks.is_alone and self._is_alive(longer.numbers):
             at_least = max(peak_bytes, longer.choice.peak_bytes)
@@ -362,8 +403,10 @@ class Session:
     def _start_bytes(self) -> int:
         """Bytes on the CPU when a step begins."""
         assert self.sequences.current is not None
-        gradient_bytes = self._gradient_bytes(None if self.model is None else self.model())
-        return self.chooser.start_bytes(self.instances_of(self.sequences.current)) + gradient_bytes
+        start_bytes = self._forward_bytes
+        if start_bytes is None:
+            start_bytes = self.chooser.start_bytes(self.instances_of(self.sequences.current))
+        return start_bytes + self._gradient_bytes(None if self.model is None else self.model())
 
     # Budgets that do not hold.
 

@@ -241,6 +241,8 @@ class ProfilerMeter(StepMeter):
         self._peak = self._base + max(peak for peak, _ in parts)
         for mark, (_, start), (peak, _) in zip(self._marks, parts, parts[1:], strict=False):
             mark.bytes, mark.peak_bytes = self._base + start, self._base + peak
+        if self._marks:  # what runs before the first call is outside of calls, as what runs after the last
+            self._marks[-1].peak_bytes = max(self._marks[-1].peak_bytes, self._base + parts[0][0])
 
     def cancel(self) -> None:
         super().cancel()

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.compiled.planned_graph import PlannedGraph
 from lowtide.compiled.step_profile import StepProfile
@@ -30,7 +31,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.solvers.compiled_search import CompiledSearch
 from lowtide.solvers.shared_budget import OtherMemory, SharedBudget, Variant, variant_of
 from lowtide.tracing.devices import link_bytes_per_s
-from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes
+from lowtide.tracing.untraced_memory import optimizer_memory, present_state_bytes, state_bytes_of
 from lowtide.units import counted, format_bytes
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 0.95)  # of the link's bandwidth; a choice is made for each, and the fastest is taken
@@ -385,6 +386,12 @@ class VariantChooser:
         """Bytes in use when the first call of a step begins, without gradients of earlier steps."""
         traced = self._traced(instances)
         return self._base(instances) if traced is None or len(instances) == 1 else traced.forward_bytes[0]
+
+    def state_bytes(self, model: nn.Module) -> int:
+        """Bytes of the optimizer's state: all that it will have, or what optimizers that were not given have now."""
+        device = torch.device("cpu")
+        expected, _, _ = optimizer_memory(self.optimizer, device)
+        return max(expected, state_bytes_of(model, device, self.optimizer))
 
     def _traced(self, instances: list[PlannedGraph]) -> OtherMemory | None:
         """Memory outside of calls, if it was traced for this number of them."""

@@ -48,11 +48,11 @@ from lowtide.eager.replanning import (
 )
 from lowtide.graph.step_graph import StepGraph
 from lowtide.plans.step_plan import Plan
-from lowtide.replay.arguments import tensors_in
 from lowtide.simulator.timeline import KINDS, simulate
 from lowtide.snapshot import SnapshotBuffers, StepUndo
 from lowtide.split.split_forward import splitting
 from lowtide.tracing.trace import trace
+from lowtide.tracing.untraced_memory import state_bytes_of
 from lowtide.units import format_apart, format_bytes
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class BudgetWatch:
     def _state_bytes(self) -> int:
         """Bytes of state that optimizers hold for the model's parameters now."""
         # That given to `fit` may be hidden by the user's `gc.freeze()`, others may have been made after the handle.
-        found = [*_optimizers(), self._optimizer and self._optimizer()]
-        return _state_bytes(self._handle.model, self._device, [each for each in found if each is not None])
+        given = None if self._optimizer is None else self._optimizer()
+        return state_bytes_of(self._handle.model, self._device, given)
 
     def run_step(self, number: int, step: Callable[[], Tensor]) -> Tensor:
         """Run `step`, a forward and a backward. On the CPU some of these steps are measured."""
@@ -241,24 +241,6 @@ def _added_by_existing_gradients(plan: Plan, num_bytes: int) -> int:
     gradients = timeline.live_bytes[:, KINDS.index("gradients")]
     added = (gradients.max() - gradients).clip(max=num_bytes)
     return int((timeline.total_bytes + added).max()) - timeline.peak_bytes
-
-
-def _state_bytes(model: nn.Module, device: torch.device, optimizers: list[Any]) -> int:
-    """Bytes of state that optimizers hold for a model's parameters."""
-    wanted = {id(parameter) for parameter in model.parameters()}
-    sizes: dict[int, int] = {}
-    for optimizer in optimizers:
-        for parameter, state in dict(optimizer.state).items():
-            if id(parameter) in wanted:
-                for tensor in tensors_in(state):
-                    if tensor.device == device:
-                        sizes[id(tensor)] = _compat.local_bytes(tensor)
-    return sum(sizes.values())
-
-
-def _optimizers() -> list[Any]:
-    """All optimizers of the process, but for those that `gc.freeze()` hides."""
-    return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
 
 
 # After each failure: the new budget, as a share of the way from the smallest possible peak up to the failed plan's.

@@ -13,6 +13,7 @@ kernels and can go out of date; for other kernels the prediction is 0.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import OrderedDict, defaultdict
@@ -107,6 +108,23 @@ def present_state_bytes(optimizer: Any, device: torch.device) -> int:
     states = plain.state.values() if plain is not None else ()
     tensors = (tensor for state in states for tensor in tensors_in(state) if tensor.device == device)
     return sum(in_blocks(part.nbytes, block) for tensor in tensors for part in _compat.parts_of(tensor))
+
+
+def state_bytes_of(model: nn.Module, device: torch.device, given: torch.optim.Optimizer | None = None) -> int:
+    """Return the bytes of state that optimizers hold on a device for a model's parameters now.
+
+    They are all optimizers of the process, and the one `given`, which the user's `gc.freeze()` may hide.
+    """
+    wanted = {id(parameter) for parameter in model.parameters()}
+    optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+    sizes: dict[int, int] = {}
+    for optimizer in [*optimizers, *([] if given is None else [given])]:
+        for parameter, state in dict(optimizer.state).items():
+            if id(parameter) in wanted:
+                for tensor in tensors_in(state):
+                    if tensor.device == device:
+                        sizes[id(tensor)] = _compat.local_bytes(tensor)
+    return sum(sizes.values())
 
 
 def _run_on_meta(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
