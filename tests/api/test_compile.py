@@ -212,6 +212,46 @@ def test_another_budget_is_another_graph(compiler: Compiler) -> None:
     assert f"within {lowtide.units.format_bytes(floor)}" in explain_compiled(model)
 
 
+def test_copies_of_a_compiled_model_can_be_fitted() -> None:
+    model = lowtide.compile(stack(), budget=PLENTY)
+    squared(model).backward()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied.zero_grad()
+        lowtide.fit(copied, squared, copied, budget="1GiB", verify=False).remove()
+    with pytest.raises(lowtide.LowtideError, match="has compiled blocks"):
+        lowtide.fit(model, lambda: squared(model), budget="1GiB")
+
+
+def test_blocks_that_were_compiled_before_are_so_again_after_remove() -> None:
+    model = stack()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    before = [block._compiled_call_impl for block in model.blocks]
+    for _ in range(2):
+        lowtide.compile(model, budget=PLENTY)
+    lowtide.handle_of(model).remove()
+    assert [block._compiled_call_impl for block in model.blocks] == before
+
+
+def test_a_model_with_one_block_that_is_called_again_is_told_of_its_blocks() -> None:
+    class Shared(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = super().forward(x)
+            return x
+
+    model = lowtide.compile(Shared(MLP()), budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="regional=True"):
+        for _ in range(14):
+            model.zero_grad()
+            squared(model).backward()
+    model = lowtide.compile(stack(), budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="regional=False"):
+        for _ in range(14):
+            model.zero_grad()
+            squared(model).backward()
+
+
 def test_regional_then_whole() -> None:
     model = lowtide.compile(stack(), budget=PLENTY)
     squared(model).backward()

@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -85,6 +86,8 @@ def compile_module(
         code = call.__code__
     reason = "lowtide.compile compiles this module within a memory budget, as a graph of its own"
     compiled = enter("" if code is None else _function_name(code), torch.compile(call, **options))
+    if not is_compiled_module(module):
+        _compiled_before[module] = module._compiled_call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:  # `disable` would look through the compiled function itself
         return compiled(*args, **kwargs)
@@ -113,17 +116,21 @@ def _with_frame(inner: Callable[..., Any], module: nn.Module) -> Callable[..., A
     return types.FunctionType(_frames[structure], call.__globals__, call.__name__, None, call.__closure__)
 
 
+# What modules were compiled to by `Module.compile()` before.
+_compiled_before: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
 def uncompile(module: nn.Module) -> None:
     """Undo `compile_module`. Obsolete when `nn.Module` has a method for it."""
-    module._compiled_call_impl = None
+    module._compiled_call_impl = _compiled_before.pop(module, None)
     attribute, key = _CALLED_BY_DYNAMO
     getattr(module, attribute).pop(key, None)
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether `compile_module` has compiled this module. Obsolete likewise."""
+    """Return whether `compile_module` has compiled this module, and not the one it is a copy of. Obsolete likewise."""
     attribute, key = _CALLED_BY_DYNAMO
-    return key in getattr(module, attribute)
+    return key in getattr(module, attribute) and module._compiled_call_impl is not None
 
 
 def backend_options(module: nn.Module) -> Any:

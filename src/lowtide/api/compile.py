@@ -96,7 +96,7 @@ def compile(
         optimizer, host_bytes, model_bytes=tensor_bytes(model.parameters(), model.buffers()) + buckets
     )
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
-    session.bucket_bytes = buckets
+    session.bucket_bytes, session.has_blocks = buckets, not blocks and bool(_repeated(model))
     backend = shared_backend(options, mode, dynamic)
     if model in _by_model:
         _by_model.pop(model).remove()
@@ -231,16 +231,21 @@ def _sessions_of(model: nn.Module | None) -> list[Session]:
 def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
     if regional is False:
         return []
-    try:
-        blocks = [module for module in find_regions(model, None).values() if is_block(module)]
-    except ValueError:
-        blocks = []
+    blocks = _repeated(model)
     if regional and not blocks:
         raise ValueError(
             f"regional=True compiles repeated blocks, and {type(model).__name__} has none. Leave it out, or compile "
             "the whole model with regional=False"
         )
     return blocks if regional or len(blocks) > 1 else []  # a single block is compiled with the rest of the model
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, which are alike, or one that may be called several times."""
+    try:
+        return [module for module in find_regions(model, None).values() if is_block(module)]
+    except ValueError:
+        return []
 
 
 def _host_bytes(host: int | str, blocks: list[nn.Module]) -> int:

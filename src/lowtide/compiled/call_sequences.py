@@ -212,14 +212,19 @@ class OverBudget:
     floor_bytes: int
     how: str
 
-    def message(self, budget_bytes: int, num_blocks: int) -> str:
-        """What the step needs, and what to do. With several blocks, that a whole graph may need less."""
+    def message(self, budget_bytes: int, num_blocks: int, has_blocks: bool = False) -> str:
+        """What the step needs, and what to do: one graph may need less than several blocks, or more than each alone."""
         given, needed = format_apart(budget_bytes, self.floor_bytes)
         smaller = "Raise the budget or make the batch smaller."
         if num_blocks > 1:
             smaller = (
                 "Raise the budget, make the batch smaller, or compile the model as one graph (regional=False), which "
                 "need not keep the input of every block."
+            )
+        elif has_blocks:
+            smaller = (
+                "Raise the budget, make the batch smaller, or compile the model's blocks one by one (regional=True), "
+                "which recomputes each of them alone."
             )
         return f"budget {given} is below the {needed} ({self.how}) that this compiled step needs at least. {smaller}"
 

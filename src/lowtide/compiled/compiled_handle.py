@@ -237,7 +237,7 @@ class CompiledHandle:
 
     def __str__(self) -> str:
         """What `explain_compiled` prints for the model."""
-        return NOTHING_YET if self.is_removed else describe(self.session)
+        return "removed: the model runs uncompiled" if self.is_removed else describe(self.session)
 
 
 NOTHING_YET = "nothing compiled for training yet: run a step first"

@@ -109,6 +109,7 @@ class Session:
         self._has_planned_call = False  # since the last step with such calls began
         self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
+        self.has_blocks = False  # whether a model that is one graph could be compiled block by block
         self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
         self._forward_bytes: int | None = None  # in use where a forward of the model begins, while one does
         self._meter_of = meter_of or functools.cache(self._meter_on)
@@ -417,7 +418,7 @@ class Session:
 
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
-        message = over.message(self.budget_bytes, self.num_blocks)
+        message = over.message(self.budget_bytes, self.num_blocks, self.has_blocks)
         if self.on_over == "raise" and (self._ranks.is_alone or self._ranks.is_open):
             self.release()
             raise InfeasibleBudgetError(message, over.floor_bytes)
