@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,10 +37,14 @@ class Turn:
         self.give()
 
     def take(self) -> None:
-        """Wait for the lock; returns at once if this process holds it."""
+        """Wait for the lock; returns at once if this process holds it. Limits (`reporting.at_most`) wait too."""
         if self._file is not None and not self._is_held:
             start = time.perf_counter()
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, left_s)
             self.waited_s += time.perf_counter() - start
             self._is_held = True
 
