@@ -244,3 +244,13 @@ def test_fused_scripts_do_not_read_fake_memory() -> None:
             scripted(mode.from_tensor(x))
     torch.cuda.synchronize()
     assert torch.equal(scripted(x), torch.full_like(x, 3.0))
+
+
+def test_nested_tensors_that_were_in_a_step_can_be_fake() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(length, 4) for length in (2, 3)], layout=torch.jagged)
+    torch.nn.Linear(4, 2)(nested).values().sum().backward()
+    mode = fake_tensors.fake_mode()
+    fake_tensors.allow_nested(mode)
+    with mode:
+        assert (mode.from_tensor(nested) * 2).values().shape == (5, 4)
+        assert mode.from_tensor(torch.ones(3, 4)).shape == (3, 4)

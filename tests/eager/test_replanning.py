@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide.eager import replanning
 from lowtide.plans import Plan, Recompute
+from lowtide.simulator import simulate
 from lowtide.solvers.eager_search import EagerSearch
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fit")
@@ -375,3 +376,35 @@ def test_a_loss_that_calls_the_model_twice_is_planned_for_as_such() -> None:
         peak = lowtide.measure(lambda: loss_fn(batch(48)).backward(), device="cpu").peak_bytes
     static = sum(each.nbytes for each in model.parameters())
     assert peak + static <= budget
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_a_batch_may_be_a_nested_tensor() -> None:
+    """Samples of several lengths in one tensor, as `torch.nested` has them."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+
+    def batch(*lengths: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.randn(length, 32) for length in lengths], layout=torch.jagged)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).values().square().mean()
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss_fn(x).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    x = batch(20, 50, 60)
+    expected = gradients(x)
+    model.zero_grad()
+    budget = int(0.8 * simulate(lowtide.trace(model, loss_fn, x)).peak_bytes)
+    with lowtide.fit(model, loss_fn, x, budget=budget, tune_s=0) as handle:
+        assert handle.plan.regions and handle.plan.input_shapes == ((3, 130, 32),)
+        assert handle.measured_peak_bytes <= budget
+        assert all(map(torch.equal, gradients(x), expected))
+        model.zero_grad()
+        handle.refit()
+        gradients(batch(40, 40, 40))
+        assert not handle.stats().replans
+        gradients(batch(60, 60, 60))
+        assert len(handle.stats().replans) == 1

@@ -31,6 +31,17 @@ def fake_mode() -> Any:
     return (_mode_of_largest_shapes(kind) if _largest_shapes.get() else kind)(allow_non_fake_inputs=True)
 
 
+def allow_nested(mode: Any) -> None:
+    """Let a fake mode take nested tensors that were in a step before. Relies on `FakeTensorMode.shape_env`.
+
+    Such a tensor has a symbolic length, for which the mode needs an environment; other sizes stay numbers. Obsolete
+    when `from_tensor` takes them without.
+    """
+    if mode.shape_env is None:
+        mode.shape_env = required("torch.fx.experimental.symbolic_shapes.ShapeEnv", _TRACE)()
+        mode.static_shapes = True
+
+
 _largest_shapes: ContextVar[bool] = ContextVar("fake tensors take all elements to be nonzero", default=False)
 
 

@@ -196,6 +196,8 @@ def _growth(
     def doubled(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
+        if tensor.is_nested:
+            raise TypeError("a nested tensor has samples of several sizes")
         return torch.empty((2 * batch_size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
     try:

@@ -272,7 +272,12 @@ def shapes_of(tree: Any) -> Shapes:
     >>> shapes_of({"input_ids": torch.zeros(8, 128), "num_items_in_batch": torch.tensor(1024)})
     ((8, 128),)
     """
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(tree) if tensor.ndim)
+    return tuple(_shape_of(tensor) for tensor in tensors_in(tree) if tensor.ndim)
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; of a nested one its number of samples, and the shape of all their rows together."""
+    return (tensor.size(0), *tensor.values().shape) if tensor.is_nested else tuple(tensor.shape)
 
 
 def num_elements(shapes: Shapes) -> int:
@@ -344,7 +349,10 @@ def is_traced(inputs: Any) -> bool:
         return True
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
-    return any(type(tensor) not in _compat.PLAIN_TYPES or tensor.is_meta for tensor in tensors_in(inputs))
+    return any(
+        (type(tensor) not in _compat.PLAIN_TYPES and not tensor.is_nested) or tensor.is_meta
+        for tensor in tensors_in(inputs)
+    )
 
 
 def _elements(planned: PlannedInputs) -> int:
@@ -356,7 +364,9 @@ def _smallest(planned: list[PlannedInputs]) -> PlannedInputs | None:
 
 
 def tensor_spec(tensor: Tensor) -> Tensor:
-    """What to keep of a tensor for `tensor_from_spec`: shape and dtype; integer tensors as copies on the host."""
+    """What to keep of a tensor for `tensor_from_spec`: shape and dtype; integers and nested ones as copies on the host."""
+    if tensor.is_nested:
+        return tensor.detach().cpu().clone()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
         return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
     return tensor.detach().to("cpu", copy=True)

@@ -54,6 +54,8 @@ class Faker:
         return self._made[id(tensor)][1]
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.is_nested:
+            _compat.allow_nested(self.mode)
         if tensor.device == self._device or not (self._moves_all or tensor.is_meta):
             return self.mode.from_tensor(tensor)
         with self.mode:
