@@ -364,7 +364,7 @@ def _smallest(planned: list[PlannedInputs]) -> PlannedInputs | None:
 
 
 def tensor_spec(tensor: Tensor) -> Tensor:
-    """What to keep of a tensor for `tensor_from_spec`: shape and dtype; integers and nested ones as copies on the host."""
+    """What to keep of a tensor for `tensor_from_spec`: shape and dtype; integer and nested ones as host copies."""
     if tensor.is_nested:
         return tensor.detach().cpu().clone()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
