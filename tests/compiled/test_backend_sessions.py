@@ -170,9 +170,11 @@ def test_the_recompile_limit_of_the_backend_is_said() -> None:
         sessions.append(model)
 
     sessions: list[Any] = []
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning, match="recompile_limit"):
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(UserWarning, match="recompile_limit") as caught:
         for extra in range(3):
             step(PLENTY + extra)
+    assert len(caught) == 1
+    assert not any("recompile_limit" in str(lowtide.handle_of(model)) for model in sessions[:2]), "theirs stay compiled"
 
 
 def test_saved_tensor_hooks_around_whole_steps_are_said_once() -> None:

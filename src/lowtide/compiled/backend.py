@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -263,10 +264,15 @@ _stopped: dict[str, str] = {}  # functions that Dynamo runs eagerly, and the lim
 
 def _stopped_compiling(function: str, limit: str) -> None:
     _stopped[function] = limit
-    for session in list(SESSIONS):
-        running = _current.session
-        if session is running or (running is None and any(function in graph.functions for graph in session.graphs)):
-            session.warn_unplanned(_limit_message(function, limit))
+    running, message = _current.session, _limit_message(function, limit)
+    if running is not None:
+        running.warn_unplanned(message)
+        return
+    known = [each for each in list(SESSIONS) if any(function in graph.functions for graph in each.graphs)]
+    if len(known) == 1:
+        known[0].warn_unplanned(message)
+    elif known:  # one model of several, or one that `backend` was never called for: the code of the others stays
+        warnings.warn(message, stacklevel=3)
 
 
 def _limit_message(function: str, limit: str) -> str:
