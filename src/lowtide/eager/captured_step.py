@@ -226,6 +226,8 @@ class CapturedStep:
 
     def _renew_pool(self) -> None:
         """Free all graphs with their pool, and begin another: empty, or one that can be filled before a capture."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)  # the last run may still use the memory
         self._graphs.clear()
         gc.collect()
         self._filled = None
