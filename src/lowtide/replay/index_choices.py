@@ -12,7 +12,8 @@ forward. One that writes to its argument (`torch.distributed.all_to_all_single`)
 replay copies its result to the argument.
 
 An op whose inputs are such indices, or integers made of them alone, has no choice: a sort of expert numbers gives the
-same in each replay, and is run again. Traces tell these ops from others likewise (`trace_records.settled_flags`).
+same in each replay, and is run again. The forward decides that, by the integers that it has marked as settled; the log
+has an entry without a result for it. Traces tell these ops from others likewise (`trace_records.settled_flags`).
 
 The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores
 the position in that log at which it begins, so that its own replay and the outer one read the same entries. Only
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ class IndexChoice(NamedTuple):
     """The output of one op."""
 
     op: Any
-    parts: list[Tensor | None]  # None for floating-point ones
+    parts: list[Tensor | None] | None  # None: the op is run again; a part is None if it is a floating-point one
     build: Callable[[list[Any]], Any]  # makes the output from such parts
     num_saves: int  # by the region, before
 
@@ -48,11 +50,46 @@ class IndexChoice(NamedTuple):
 IndexChoiceLog = list[IndexChoice]
 
 
-@dataclass(eq=False, slots=True)
-class _Scope:
-    """A call of a module whose ops return indices."""
+class _Marks:
+    """The integer tensors that each replay of a module computes alike: it has made them of choices and numbers alone.
 
-    parent: _Scope | None
+    Those of a module around this one do not count: a replay of this one alone would be given others. Only the forward
+    marks tensors and decides by them, so missing marks cost memory and nothing else.
+    """
+
+    def __init__(self, around: _Marks | None) -> None:
+        self._around = around
+        # By the id of a tensor, with the version at which it was made.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def add(self, output: Any) -> Any:
+        """Mark the integers in the output of an op; returns it."""
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+            if not tensor.is_floating_point():
+                self._made[id(tensor)] = weakref.ref(tensor), _compat.version_of(tensor)
+        return output
+
+    def has_all(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all these tensors are marked, and were not written to since."""
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                return False
+            made = self._made.get(id(tensor))
+            if made is None or made[0]() is not tensor or made[1] != _compat.version_of(tensor):
+                return False
+        return True
+
+    def clear(self) -> None:
+        """An op has written to integers, perhaps without a new version of them: no mark is known to be right."""
+        self._made.clear()
+        if self._around is not None:
+            self._around.clear()
+
+    def end(self) -> _Marks | None:
+        """The module has returned: the one around it knows these marks too. Returns those of that one."""
+        if self._around is not None:
+            self._around._made.update(self._made)
+        return self._around
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +100,8 @@ class _Cursor:
     position: int
     is_replay: bool
     frame: Any = None  # of the region whose forward this is
-    scope: _Scope | None = None  # of the innermost module that runs under the dispatch mode; None: not in force
+    marks: _Marks | None = None  # of the innermost module whose ops return indices; None: of none, or an inner region
+    is_in_force: bool = False  # whether the dispatch mode is
     pending: dict[int, _compat.StorageReference] = field(default_factory=dict)  # collectives that were not waited for
 
 
@@ -95,7 +133,7 @@ def begin() -> tuple[IndexChoiceLog, int]:
 def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a region and append its index choices to `log`."""
     if _now.cursor is not None:  # the outer region records
-        return forward(*args, **kwargs)
+        return _without_choices(_now.cursor, forward, args, kwargs)
     cursor = _Cursor(log, 0, is_replay=False)
     hooks = _compat.current_hooks()
     cursor.frame = None if hooks is None else hooks[0]
@@ -105,6 +143,18 @@ def recording(log: IndexChoiceLog, forward: Callable[..., Any], /, *args: Any, *
     while log and log[-1].num_saves == num_saves >= 0 and facts_of(log[-1].op).kept_as != "index":
         log.pop()
     return output
+
+
+def _without_choices(cursor: _Cursor, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the forward of an inner region: what its own ops choose is recorded only if it is a module that chooses.
+
+    A replay of this region alone does not run under the dispatch mode of the module around it.
+    """
+    marks, cursor.marks = cursor.marks, None
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        cursor.marks = marks
 
 
 def _num_saves(cursor: _Cursor) -> int:
@@ -129,40 +179,13 @@ def choosing(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     cursor = _now.cursor
     if cursor is None:
         return forward(*args, **kwargs)
-    around = cursor.scope
-    cursor.scope = _Scope(around)
+    was_in_force, before = cursor.is_in_force, cursor.marks
+    cursor.is_in_force, cursor.marks = True, _Marks(before)
     try:
-        with _IndexChoiceMode(cursor) if around is None else contextlib.nullcontext():
+        with contextlib.nullcontext() if was_in_force else _IndexChoiceMode(cursor):
             return forward(*args, **kwargs)
     finally:
-        cursor.scope = around
-
-
-_MARK = "_lowtide_settled"  # attribute of integer tensors that each replay computes alike: their version and scope
-
-
-def _settled(output: Any, scope: _Scope | None) -> Any:
-    """Mark the integers in the output of an op as the same in each replay, until they are written to."""
-    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        if not tensor.is_floating_point():
-            setattr(tensor, _MARK, (_compat.version_of(tensor), scope))
-    return output
-
-
-def _is_settled(args: Any, kwargs: Any, scope: _Scope | None) -> bool:
-    """Whether all tensors that an op is given are marked, in this scope or in one inside of it.
-
-    Integers of a scope around this one do not count: a replay of this one alone would get them without the mark.
-    """
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.is_floating_point():
-            return False
-        version, marked_in = getattr(tensor, _MARK, (-1, None))
-        while marked_in is not None and marked_in is not scope:
-            marked_in = marked_in.parent
-        if marked_in is None or version != _compat.version_of(tensor):
-            return False
-    return True
+        cursor.is_in_force, cursor.marks = was_in_force, cursor.marks.end()
 
 
 class _IndexChoiceMode(_compat.DispatchMode):
@@ -180,12 +203,15 @@ class _IndexChoiceMode(_compat.DispatchMode):
         kind = facts.kept_as
         if _now.cursor is not cursor:  # an inner replay belongs to another region
             return func(*args, **kwargs)
-        if not kind or (kind == "index" and not facts.has_dynamic_shape):
-            if not _is_settled(args, kwargs, cursor.scope) or "random" in facts.flags:
-                if not kind:
-                    return func(*args, **kwargs)
-            else:
-                return _settled(func(*args, **kwargs), cursor.scope)
+        marks, is_settled = cursor.marks, False
+        if marks is not None and not cursor.is_replay:
+            is_settled = "random" not in facts.flags and marks.has_all(tensors_in((args, kwargs)))
+            may_write = not is_settled and (facts.may_write or facts.is_foreign)
+            if may_write and not all(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
+                marks.clear()
+        if not kind or (kind == "index" and marks is None):
+            output = func(*args, **kwargs)
+            return marks.add(output) if is_settled and marks is not None else output
         if kind == "wait" and _compat.storage_id(args[0]) not in cursor.pending:
             return func(*args, **kwargs)
         if kind != "index" and cursor.is_replay and cursor.position >= len(cursor.log):
@@ -196,6 +222,9 @@ class _IndexChoiceMode(_compat.DispatchMode):
         if cursor.is_replay:
             raise _differs(func, "the forward made no choice there")
         output = func(*args, **kwargs)
+        if kind == "index" and is_settled and not facts.has_dynamic_shape:
+            cursor.log.append(IndexChoice(func, None, list, _num_saves(cursor)))
+            return marks.add(output) if marks is not None else output
         parts, build = (list(tensors_in(args[0])), list) if kind == "in place" else _compat.flattened(output)
         if kind == "in place":
             _compat.wait_for_collective(output)
@@ -207,21 +236,22 @@ class _IndexChoiceMode(_compat.DispatchMode):
             else:
                 copies = [None if kind == "index" and part.is_floating_point() else part.clone() for part in parts]
         cursor.log.append(IndexChoice(func, copies, build, _num_saves(cursor)))
-        return _settled(output, cursor.scope) if kind == "index" else output
+        return marks.add(output) if kind == "index" and marks is not None else output
 
     def _from_log(self, choice: IndexChoice, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if choice.op is not func:
             raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
+        if choice.parts is None:
+            return func(*args, **kwargs)
         if kind == "index" and (None in choice.parts or "random" in facts_of(func).flags):
-            return _settled(_chosen_before(choice, func, args, kwargs), self._cursor.scope)
+            return _chosen_before(choice.parts, func, args, kwargs)
         if _now.count is not None:
             _now.count(func, args)
         if kind == "index":
             with _compat.bare_kernels():
-                parts = [part.clone() for part in choice.parts if part is not None]
-            return _settled(choice.build(parts), self._cursor.scope)
+                return choice.build([part.clone() for part in choice.parts if part is not None])
         if kind == "in place":
-            return _written_before(choice, func, args)
+            return _written_before(choice.parts, func, args)
         with _compat.bare_kernels():
             if kind == "wait":
                 return args[0].copy_(choice.parts[0])  # type: ignore[arg-type]
@@ -234,30 +264,30 @@ class _IndexChoiceMode(_compat.DispatchMode):
         self._cursor.pending.update((each.id, each) for each in map(_compat.StorageReference, parts))
 
 
-def _written_before(choice: IndexChoice, func: Any, args: Any) -> Any:
+def _written_before(kept: list[Tensor | None], func: Any, args: Any) -> Any:
     """Write what a collective wrote in the forward to its argument; return what the collective returns."""
     targets = list(tensors_in(args[0]))
-    shapes = [[list(tensor.shape) for tensor in tensors if tensor is not None] for tensors in (targets, choice.parts)]
+    shapes = [[list(tensor.shape) for tensor in tensors if tensor is not None] for tensors in (targets, kept)]
     if shapes[0] != shapes[1]:
         raise _differs(func, f"it writes to {shapes[0]}, and wrote to {shapes[1]} in the forward")
     with _compat.bare_kernels():
-        for target, kept in zip(targets, choice.parts, strict=True):
-            target.copy_(kept)  # type: ignore[arg-type]
+        for target, part in zip(targets, kept, strict=True):
+            target.copy_(part)  # type: ignore[arg-type]
     return _compat.finished_collective(func, args[0])
 
 
-def _chosen_before(choice: IndexChoice, func: Any, args: Any, kwargs: Any) -> Any:
+def _chosen_before(kept_parts: list[Tensor | None], func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op in a replay, and return its output with the indices of its forward."""
     output = func(*args, **kwargs)
     parts, _ = _compat.flattened(output)
     with _compat.bare_kernels():
-        for part, kept in zip(parts, choice.parts, strict=True):
+        for part, kept in zip(parts, kept_parts, strict=True):
             if kept is not None and part.shape != kept.shape:
                 raise _differs(func, f"it gives {list(part.shape)}, and gave {list(kept.shape)} in the forward")
             if kept is not None:
                 part.copy_(kept)
-        if len(parts) == 2 and choice.parts[0] is None and choice.parts[1] is not None:
-            _put_values_at(choice.parts[1], func, args, kwargs, parts[0])
+        if len(parts) == 2 and kept_parts[0] is None and kept_parts[1] is not None:
+            _put_values_at(kept_parts[1], func, args, kwargs, parts[0])
     return output
 
 
