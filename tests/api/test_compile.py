@@ -231,6 +231,11 @@ def test_blocks_that_were_compiled_before_are_so_again_after_remove() -> None:
         lowtide.compile(model, budget=PLENTY)
     lowtide.handle_of(model).remove()
     assert [block._compiled_call_impl for block in model.blocks] == before
+    lowtide.compile(model, budget=PLENTY)
+    alive = weakref.ref(model.blocks[0])
+    del model, block, before
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_model_with_one_block_that_is_called_again_is_told_of_its_blocks() -> None:
@@ -358,7 +363,7 @@ def test_copies_pickles_and_names_are_as_before(has_run: bool) -> None:
     lowtide.compile(model, budget=PLENTY)
     if has_run:
         squared(model).backward()
-        assert len(model._forward_pre_hooks) == 1 and not model._forward_hooks
+        assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
     assert (list(model.state_dict()), [name for name, _ in model.named_modules()], type(model)) == names
     written = io.BytesIO()
     torch.save(model, written)

@@ -7,6 +7,8 @@ import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +162,83 @@ def test_what_runs_before_the_blocks_is_measured(later: str) -> None:
     torch._dynamo.reset()
     lowtide.compile(model, budget=int(1.01 * peak))
     train(8)  # and is not refused
+
+
+class Reading(Stack):
+    """Reads tensors that are no parameters, buffers or arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP(), MLP())
+        self.table = torch.randn(8192, 8)
+
+    def forward(self, x: Any) -> Tensor:
+        rows = x.rows if hasattr(x, "rows") else x
+        return super().forward(rows + self.table[: len(rows)])
+
+
+def test_tensors_in_attributes_and_objects_count() -> None:
+    model = lowtide.compile(Reading(), budget=PLENTY)
+    batch = SimpleNamespace(rows=rows(4096))
+    for _ in range(4):
+        model.zero_grad()
+        model(batch).square().mean().backward()
+    peak = batch.rows.nbytes + model.table.nbytes + peak_bytes(model, lambda model: model(batch).square().mean())
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_inputs_count_as_often_as_they_are_in_memory() -> None:
+    class Masked(Stack):
+        def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x + y + mask)
+
+    model, data = lowtide.compile(Masked(MLP(), MLP()), budget=PLENTY), rows(1025)
+    mask = torch.ones(1, 8).expand(1024, 8)
+    for _ in range(4):
+        model.zero_grad()
+        model(data[:-1], data[1:], mask).square().mean().backward()
+    peak = peak_bytes(model, lambda model: model(data[:-1], data[1:], mask).square().mean())
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak + data.nbytes + 32, abs=64)
+
+
+@dataclass
+class Node:
+    rows: Tensor
+    next: Any = None
+
+
+def test_a_forward_never_fails_by_what_is_measured() -> None:
+    """Objects that refer to each other, and an optimizer whose constructor has raised."""
+    model, node = lowtide.compile(Reading(), budget=PLENTY), Node(rows(64))
+    node.next = node
+    broken = object.__new__(torch.optim.SGD)
+    for _ in range(4):
+        model(node).square().mean().backward()
+    assert not hasattr(broken, "state") and lowtide.handle_of(model).measured_peak_bytes
+
+
+def test_settled_steps_of_several_shapes_look_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    for number in range(12):
+        model(rows(64 if number % 2 else 32)).square().mean().backward()
+    monkeypatch.setattr(session.Session, "_start_bytes", lambda session: pytest.fail("nothing is measured"))
+    for number in range(4):
+        model(rows(64 if number % 2 else 32)).square().mean().backward()
+
+
+def test_hooks_may_remove_the_handle_and_forwards_may_fail() -> None:
+    class Failing(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_forward_hook(lambda *about: None)
+            raise ValueError("mine")
+
+    model = lowtide.compile(Failing(MLP(), MLP()), budget=PLENTY)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="mine"):
+            model(rows(8))
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    model.register_forward_hook(lambda *about: lowtide.handle_of(model).remove())
+    model(rows(8)).square().mean().backward()
+    assert not model._forward_pre_hooks
 
 
 def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:

@@ -14,7 +14,6 @@ import logging
 import re
 import sys
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -86,13 +85,14 @@ def compile_module(
         code = call.__code__
     reason = "lowtide.compile compiles this module within a memory budget, as a graph of its own"
     compiled = enter("" if code is None else _function_name(code), torch.compile(call, **options))
-    if not is_compiled_module(module):
-        _compiled_before[module] = module._compiled_call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:  # `disable` would look through the compiled function itself
         return compiled(*args, **kwargs)
 
-    module._compiled_call_impl = torch.compiler.disable(run, reason=reason)
+    disabled, before = torch.compiler.disable(run, reason=reason), module._compiled_call_impl
+    # What `Module.compile()` has made of it before; kept there, as it is neither copied nor pickled.
+    setattr(disabled, _BEFORE, getattr(before, _BEFORE, before))
+    module._compiled_call_impl = disabled
     attribute, key = _CALLED_BY_DYNAMO
     getattr(module, attribute)[key] = False
 
@@ -116,13 +116,12 @@ def _with_frame(inner: Callable[..., Any], module: nn.Module) -> Callable[..., A
     return types.FunctionType(_frames[structure], call.__globals__, call.__name__, None, call.__closure__)
 
 
-# What modules were compiled to by `Module.compile()` before.
-_compiled_before: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_BEFORE = "_lowtide_before"
 
 
 def uncompile(module: nn.Module) -> None:
     """Undo `compile_module`. Obsolete when `nn.Module` has a method for it."""
-    module._compiled_call_impl = _compiled_before.pop(module, None)
+    module._compiled_call_impl = getattr(module._compiled_call_impl, _BEFORE, None)
     attribute, key = _CALLED_BY_DYNAMO
     getattr(module, attribute).pop(key, None)
 

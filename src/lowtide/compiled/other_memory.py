@@ -95,23 +95,27 @@ class ForwardHook(ModelHook):
         self._session = session
         # Weakly: a model is freed though its handle, found by a weak key, refers to this object, and a block to it.
         self._blocks = [weakref.ref(block) for block in blocks]
+        self._end = _ForwardEnd(session)
         # First, with the caller's arguments: hooks that change them run again in the trace.
-        self._handles = [model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)]
+        before = model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        self._handles = [before, model.register_forward_hook(self._end, always_call=True)]
 
     def remove(self) -> None:
         """Remove the hook, and the one after the forward."""
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     @_compat.disable_dynamo  # inside of another torch.compile
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._end.is_measured:  # the last forward was interrupted
+            self._end.finish()
         if self._blocks:
             self._trace(model, args, kwargs)
-            self._handles.append(model.register_forward_hook(self._check, always_call=True))
-        elif self._session.begin_forward(args, kwargs):
-            self._handles.append(model.register_forward_hook(self._end, always_call=True))
+            self._end.is_first = True
+        else:
+            self._end.is_measured = self._session.begin_forward(args, kwargs)
 
     def _trace(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         session, chooser = self._session, self._session.chooser
@@ -119,20 +123,30 @@ class ForwardHook(ModelHook):
         with _compat.compile_lock(), session.watch.planning(), without_warnings():
             blocks = [block for block in (reference() for reference in self._blocks) if block is not None]
             self._blocks = []  # the trace calls the hook again
-            chooser.surroundings = _traced(model, blocks, args, kwargs, chooser.optimizer)
+            chooser.surroundings, chooser.constant_bytes = _traced(model, blocks, args, kwargs, chooser.optimizer)
         session.has_called_module = False  # other than in the trace
 
-    @_compat.disable_dynamo
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """The forward has returned or raised: nothing stays measured that has called no block."""
-        self._handles.pop().remove()
+
+class _ForwardEnd(ModelHook):
+    """The hook after a forward that has returned or raised: nothing stays measured that has called no block."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.is_first = self.is_measured = False
+
+    def finish(self) -> None:
+        """A forward that was measured is over."""
+        self.is_measured = False
         self._session.end_forward()
 
     @_compat.disable_dynamo
-    def _check(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._handles.pop().remove()
-        if output is not None and not self._session.has_called_module:  # None after an error
-            self._session.warn_unplanned(_NONE_CALLED)
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.is_measured:
+            self.finish()
+        if self.is_first:
+            self.is_first = False
+            if output is not None and not self._session.has_called_module:  # None after an error
+                self._session.warn_unplanned(_NONE_CALLED)
 
 
 _NONE_CALLED = (
@@ -142,8 +156,13 @@ _NONE_CALLED = (
 )
 
 
-def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any) -> OtherMemory | None:
-    """Memory outside of the blocks, from a trace on fake tensors; None if the model cannot be traced."""
+def _traced(
+    model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, optimizer: Any
+) -> tuple[OtherMemory | None, int]:
+    """Memory outside of the blocks, and bytes of tensors that are neither the model's nor inputs, from a fake trace.
+
+    None and 0 if the model cannot be traced.
+    """
     hooks = _compat.module_hooks(model)
 
     # An argument of the loss function, so that the trace restores the state that hooks change.
@@ -154,8 +173,8 @@ def _traced(model: nn.Module, blocks: list[nn.Module], args: Any, kwargs: Any, o
     try:
         with torch.compiler.set_stance("force_eager"):
             graph = trace_once(model, loss_fn, args, kwargs, optimizer=optimizer)
-        return other_memory_of(graph, [names[block] for block in blocks])
+        return other_memory_of(graph, [names[block] for block in blocks]), graph.static_bytes.get("constants", 0)
     except Exception as error:  # a model may fail on fake tensors: plan without
         what = (str(error).splitlines() or [type(error).__name__])[0]
         logger.info("the model could not be traced (%s): the first peaks are guesses", what)
-        return None
+        return None, 0

@@ -49,8 +49,13 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, each counted once."""
-    return sum(map(_compat.local_bytes, {id(each): each for each in itertools.chain(*tensors)}.values()))
+    """Bytes of tensors, of which several may share memory, and of which each may be a part of its storage."""
+    sizes: dict[int, tuple[int, int]] = {}  # by storage: its own bytes, and those of the tensors in it
+    for each in {id(each): each for each in itertools.chain(*tensors)}.values():
+        for part in _compat.parts_of(each):
+            storage = _compat.storage_id(part)
+            sizes[storage] = part.untyped_storage().nbytes(), sizes.get(storage, (0, 0))[1] + part.nbytes
+    return sum(map(min, sizes.values()))
 
 
 class GraphRun(NamedTuple):
@@ -111,7 +116,7 @@ class Session:
         self._size = StepSize()  # of the present step, as far as it has run
         self.has_blocks = False  # whether a model that is one graph could be compiled block by block
         self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
-        self._forward_bytes: int | None = None  # in use where a forward of the model begins, while one does
+        self._beginning: tuple[nn.Module, Any] | None = None  # the model and its inputs, where a forward of it begins
         self._meter_of = meter_of or functools.cache(self._meter_on)
         self._ranks = SessionRanks()
         self._warned: set[str] = set()
@@ -131,13 +136,11 @@ class Session:
         meter, model = self._meter, None if self.model is None else self.model()
         if meter is None or meter.sees_all or model is None:
             return False
-        self.chooser.model_bytes = tensor_bytes(model.parameters(), model.buffers()) + self.bucket_bytes
-        states = self.chooser.state_bytes(model)
-        self._forward_bytes = self.chooser.model_bytes + states + tensor_bytes(tensors_in((args, kwargs)))
+        self._beginning = model, (args, kwargs)
         try:
             self._end_step()
         finally:
-            self._forward_bytes = None
+            self._beginning = None
         return self._measurement.meter is not None
 
     def end_forward(self) -> None:
@@ -336,7 +339,8 @@ class Session:
         if peak_bytes is None or peak_bytes <= self.budget_bytes or longer is None:
             return
         if longer.is_settled:  # it held: more is in memory now, such as new blocks in place of some that were compiled
-            self.sequences.by_numbers.pop(longer.numbers, None)
+            if self._ranks.is_alone:
+                self.sequences.by_numbers.pop(longer.numbers, None)
             return
         if self._ranks.is_alone and self._is_alive(longer.numbers):
             at_least = max(peak_bytes, longer.choice.peak_bytes)
@@ -404,10 +408,17 @@ class Session:
     def _start_bytes(self) -> int:
         """Bytes on the CPU when a step begins."""
         assert self.sequences.current is not None
-        start_bytes = self._forward_bytes
-        if start_bytes is None:
-            start_bytes = self.chooser.start_bytes(self.instances_of(self.sequences.current))
-        return start_bytes + self._gradient_bytes(None if self.model is None else self.model())
+        gradient_bytes = self._gradient_bytes(None if self.model is None else self.model())
+        if self._beginning is None:
+            return self.chooser.start_bytes(self.instances_of(self.sequences.current)) + gradient_bytes
+        model, inputs = self._beginning
+        self.chooser.model_bytes = tensor_bytes(model.parameters(), model.buffers()) + self.bucket_bytes
+        try:
+            input_bytes = tensor_bytes(tensors_in(inputs))
+        except Exception:  # objects that refer to each other, or whose values are made when they are asked for
+            input_bytes = 0
+        held = self.chooser.model_bytes + self.chooser.constant_bytes + self.chooser.state_bytes(model)
+        return held + input_bytes + gradient_bytes
 
     # Budgets that do not hold.
 

@@ -100,6 +100,7 @@ class VariantChooser:
     time_limit_s: float = 10.0
     surroundings: OtherMemory | None = None
     model_bytes: int | None = None  # parameters and buffers; None: sum those of the graphs
+    constant_bytes: int = 0  # of other tensors that the model reads, such as attributes, as traced
     seen_bytes: int = 0  # parameters that graphs were called with: equal blocks share a graph
     # Measured minus predicted bytes, by graph and variant of the call at the peak, or None: of choices without moves,
     # and of those with.

@@ -119,7 +119,8 @@ def state_bytes_of(model: nn.Module, device: torch.device, given: torch.optim.Op
     optimizers = [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
     sizes: dict[int, int] = {}
     for optimizer in [*optimizers, *([] if given is None else [given])]:
-        for parameter, state in dict(optimizer.state).items():
+        # One whose constructor has raised has no state.
+        for parameter, state in dict(getattr(optimizer, "state", None) or {}).items():
             if id(parameter) in wanted:
                 for tensor in tensors_in(state):
                     if tensor.device == device:
