@@ -369,6 +369,12 @@ def test_kept_choices_and_outputs_are_predicted_as_measured(kind: type[nn.Module
 # Choices one by one.
 
 
+def into_a_tensor(op, *args) -> Tensor:
+    out = torch.empty(5, dtype=torch.long)
+    op(*args, out=out)
+    return out
+
+
 @pytest.mark.parametrize(
     "choose",
     [
@@ -380,6 +386,7 @@ def test_kept_choices_and_outputs_are_predicted_as_measured(kind: type[nn.Module
         lambda x: x.min(0, keepdim=True),
         lambda x: x.kthvalue(2),
         lambda x: (x.argmax(-1),),
+        lambda x: (into_a_tensor(torch.argmax, x, -1),),
         lambda x: (x.argsort(-1),),
         lambda x: tuple(torch.where(x > 0)),
         lambda x: (torch.multinomial(x.softmax(-1), 2), torch.rand(3)),
@@ -428,9 +435,20 @@ def test_integers_made_of_choices_are_made_again() -> None:
         torch.argmax(x, -1, out=chosen)
         return (chosen.argsort(),)
 
+    def written_unseen(x: Tensor) -> tuple[Tensor, ...]:
+        chosen = torch.empty(5, dtype=torch.long)
+        chosen.numpy()[:] = x.argmax(-1).numpy()  # as by a kernel that is no op of torch's
+        return (chosen.argsort(),)
+
+    def with_others(x: Tensor) -> tuple[Tensor, ...]:
+        chosen = x.topk(2).indices
+        chosen.mul_(2).add_(torch.arange(2))
+        return chosen.argsort(-1), chosen.float().argsort(-1)
+
     x, other = torch.randn(5, 6), torch.randn(5, 6)
     kept = {choose: ["topk", "-", "sort", "sort"], outer: ["topk", "sort", "-"], with_a_cache: ["topk", "-"]}
-    kept[written_by_a_kernel] = ["argmax", "sort"]
+    kept |= {written_by_a_kernel: ["argmax", "sort"], written_unseen: ["argmax", "sort"]}
+    kept[with_others] = ["topk", "-", "-"]
     for function, names in kept.items():
         log, start = begin()
         before = recording(log, choosing, function, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import UserDict
+from collections import UserDict, UserList
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -313,3 +313,27 @@ def test_the_trace_says_that_the_cache_was_off() -> None:
     assert any("use_cache is off" in note for note in graph.notes)
     assert not graph.unreplayable
     assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("make", [UserDict, UserList, SimpleNamespace], ids=lambda make: make.__name__)
+def test_an_object_that_is_changed_after_the_last_call_is_known_though_it_is_gone(make: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(None) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = make()
+            for layer in self.layers:
+                x = layer(x, cache)
+            if isinstance(cache, UserDict):
+                cache["last"] = 1
+            elif isinstance(cache, UserList):
+                cache.append(1)
+            else:
+                cache.last = 1
+            return x
+
+    model = Model()
+    graph = lowtide.trace(model, lambda: model(torch.randn(4, 8)).sum())
+    assert unreplayable(graph) == {"layers.0", "layers.1"}

@@ -199,7 +199,7 @@ class CapturedStep:
             try:
                 self._capture_within_budget(key, args)
             except InfeasibleBudgetError as over:
-                del self._graphs[key]
+                self._graphs.pop(key, None)
                 gc.collect()
                 torch.cuda.empty_cache()
                 return CapturedPlan(slowdown, over)
@@ -229,6 +229,7 @@ class CapturedStep:
         if self._graphs:
             torch.cuda.synchronize(self._device)  # the last run may still use the memory
         self._graphs.clear()
+        self.pool_bytes = 0
         gc.collect()
         self._filled = None
         if self._small_bytes is None:

@@ -13,7 +13,8 @@ replay copies its result to the argument.
 
 An op whose inputs are such indices, or integers made of them alone, has no choice: a sort of expert numbers gives the
 same in each replay, and is run again. The forward decides that, by the integers that it has marked as settled; the log
-has an entry without a result for it. Traces tell these ops from others likewise (`trace_records.settled_flags`).
+has an entry without a result for it. Traces tell these ops from others likewise (`trace_records.settled_flags`), but
+for those whose shape depends on values (`nonzero`): they are always kept, as the host waits for them on an accelerator.
 
 The copies are in an `IndexChoiceLog`, in the order in which the outermost region makes them. A nested region stores
 the position in that log at which it begins, so that its own replay and the outer one read the same entries. Only
@@ -35,7 +36,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.divergence import ReplayError
-from lowtide.replay.op_facts import facts_of
+from lowtide.replay.op_facts import UNFILLED, facts_of
 
 
 class IndexChoice(NamedTuple):
@@ -50,8 +51,13 @@ class IndexChoice(NamedTuple):
 IndexChoiceLog = list[IndexChoice]
 
 
+# Ops whose result is not settled though their inputs are: a kernel that torch does not see may fill it, or which of
+# several values is written to one place may vary on a GPU.
+_NEVER_SETTLED = (*UNFILLED, "aten.scatter.src", "aten.scatter_.src", "aten.index_put", "aten.kthvalue")
+
+
 class _Marks:
-    """The integer tensors that each replay of a module computes alike: it has made them of choices and numbers alone.
+    """The tensors that each replay of a module computes alike: it has made them of choices and numbers alone.
 
     Those of a module around this one do not count: a replay of this one alone would be given others. Only the forward
     marks tensors and decides by them, so missing marks cost memory and nothing else.
@@ -62,18 +68,20 @@ class _Marks:
         # By the id of a tensor, with the version at which it was made.
         self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
-    def add(self, output: Any) -> Any:
-        """Mark the integers in the output of an op; returns it."""
+    def add(self, output: Any, *, is_written: bool = False) -> Any:
+        """Mark the output of an op, with the version that it gets when the op has returned; returns it."""
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-            if not tensor.is_floating_point():
-                self._made[id(tensor)] = weakref.ref(tensor), _compat.version_of(tensor)
+            self._made[id(tensor)] = weakref.ref(tensor), _compat.version_of(tensor) + is_written
+        return output
+
+    def add_integers(self, output: Any) -> Any:
+        """Mark the choices in the output of an op, not the values that come with them; returns it."""
+        self.add([each for each in tensors_in((output,)) if not each.is_floating_point()])
         return output
 
     def has_all(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all these tensors are marked, and were not written to since."""
         for tensor in tensors:
-            if tensor.is_floating_point():
-                return False
             made = self._made.get(id(tensor))
             if made is None or made[0]() is not tensor or made[1] != _compat.version_of(tensor):
                 return False
@@ -205,13 +213,14 @@ class _IndexChoiceMode(_compat.DispatchMode):
             return func(*args, **kwargs)
         marks, is_settled = cursor.marks, False
         if marks is not None and not cursor.is_replay:
-            is_settled = "random" not in facts.flags and marks.has_all(tensors_in((args, kwargs)))
+            may_be = "random" not in facts.flags and not facts.name.startswith(_NEVER_SETTLED)
+            is_settled = may_be and not facts.is_foreign and marks.has_all(tensors_in((args, kwargs)))
             may_write = not is_settled and (facts.may_write or facts.is_foreign)
             if may_write and not all(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
                 marks.clear()
         if not kind or (kind == "index" and marks is None):
             output = func(*args, **kwargs)
-            return marks.add(output) if is_settled and marks is not None else output
+            return marks.add(output, is_written=bool(facts.written)) if is_settled and marks is not None else output
         if kind == "wait" and _compat.storage_id(args[0]) not in cursor.pending:
             return func(*args, **kwargs)
         if kind != "index" and cursor.is_replay and cursor.position >= len(cursor.log):
@@ -236,14 +245,15 @@ class _IndexChoiceMode(_compat.DispatchMode):
             else:
                 copies = [None if kind == "index" and part.is_floating_point() else part.clone() for part in parts]
         cursor.log.append(IndexChoice(func, copies, build, _num_saves(cursor)))
-        return marks.add(output) if kind == "index" and marks is not None else output
+        return marks.add_integers(output) if kind == "index" and marks is not None else output
 
     def _from_log(self, choice: IndexChoice, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if choice.op is not func:
             raise _differs(func, f"the forward ran {facts_of(choice.op).name} there")
         if choice.parts is None:
             return func(*args, **kwargs)
-        if kind == "index" and (None in choice.parts or "random" in facts_of(func).flags):
+        facts = facts_of(func)
+        if kind == "index" and (None in choice.parts or "random" in facts.flags or facts.may_write):
             return _chosen_before(choice.parts, func, args, kwargs)
         if _now.count is not None:
             _now.count(func, args)

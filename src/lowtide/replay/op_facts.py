@@ -58,6 +58,8 @@ class OpFacts:
         return args[index] if index < len(args) else kwargs.get(self.argument_names[index])
 
 
+UNFILLED = ("aten.empty", "aten.new_empty")  # beginnings of names of ops whose output is still to be filled
+
 _known: dict[int, tuple[Any, OpFacts]] = {}  # by the id of the op, which is held so that the id stays its own
 
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from lowtide import _compat
 from lowtide.replay.arguments import CONSTANTS, Arguments, Fingerprint
+from lowtide.replay.object_state import reachable
+from lowtide.replay.op_facts import UNFILLED
 from lowtide.store.storage_units import stands_for_storage
 
 
@@ -105,6 +107,7 @@ def settled_flags(op: RawOp, values: Sequence[RawValue]) -> tuple[str, ...]:
     settled cannot vary and loses the flag.
     """
     is_settled = _NEVER_SETTLED.isdisjoint(op.flags) and all(values[value].is_settled for value in op.inputs)
+    is_settled &= not op.name.startswith(UNFILLED)
     for value in op.outputs:
         values[value].is_settled = is_settled or ("index" in op.flags and values[value].is_settled)
     for value in op.mutates:
@@ -207,7 +210,7 @@ class ArgumentChanges:
         if tracked is None or tracked.reference() is not value:
             tracked = self._objects[id(value)] = _TrackedObject(_reference_to(value), Fingerprint(value))
         elif not tracked.fingerprint.still_holds(value):
-            tracked.fingerprint = Fingerprint(value)
+            tracked.fingerprint, tracked.reference = Fingerprint(value), _reference_to(value)
             for call, name in tracked.names.items():
                 self.changed.setdefault(call, name)
         return tracked
@@ -233,5 +236,9 @@ def _objects_in(value: Any) -> list[Any]:
 
 
 def _reference_to(value: Any) -> Callable[[], Any]:
-    """A reference that keeps nothing alive, unless the class allows no weak ones."""
-    return weakref.ref(value) if type(value).__weakrefoffset__ else lambda: value
+    """A reference that keeps no tensors alive, unless the class allows no weak ones.
+
+    An object that only the forward refers to may be changed after the last call, and is gone when that one ends.
+    """
+    is_weak = type(value).__weakrefoffset__ and bool(reachable([value]).tensors)
+    return weakref.ref(value) if is_weak else lambda: value
