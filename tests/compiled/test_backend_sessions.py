@@ -177,6 +177,24 @@ def test_the_recompile_limit_of_the_backend_is_said() -> None:
     assert not any("recompile_limit" in str(lowtide.handle_of(model)) for model in sessions[:2]), "theirs stay compiled"
 
 
+def test_graph_breaks_inside_of_blocks_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaking(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = lowtide.compile(Stack(Breaking(), Breaking()), budget=PLENTY)
+    for _ in range(3):
+        squared(model).backward()
+    (said,) = [record.message for record in caplog.records if record.name == "lowtide"]
+    assert "blocks.0 (Breaking) runs as 2 compiled graphs" in said and "TORCH_LOGS=graph_breaks" in said
+    lowtide.compile(model, budget=1)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="between them, which runs eagerly"):
+        for _ in range(14):
+            squared(model).backward()
+
+
 def test_saved_tensor_hooks_around_whole_steps_are_said_once() -> None:
     """Also if they begin later; those around some steps, or some blocks of a step, leave a budget that holds."""
 

@@ -171,8 +171,12 @@ class SessionCall:
                 output = self._compiled(*args, **kwargs)
         finally:
             _current.session = before
-        if session.num_graph_calls == num_graph_calls and torch.is_grad_enabled() and not _current.is_quiet:
-            self._warn(args, kwargs, output)
+        num_graphs = session.num_graph_calls - num_graph_calls
+        if num_graphs != 1 and torch.is_grad_enabled() and not _current.is_quiet:
+            if num_graphs == 0:
+                self._warn(args, kwargs, output)
+            elif session.breaks is None:
+                session.note_breaks(self._module, num_graphs)
         return output
 
     def _warn(self, args: Any, kwargs: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,9 @@ from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
 from lowtide.tracing.devices import present_device
-from lowtide.units import check_bytes, format_bytes, parse_bytes
+from lowtide.units import check_bytes, counted, format_bytes, parse_bytes
+
+logger = logging.getLogger("lowtide")
 
 # Whether peaks on the CPU are measured in the first steps, under torch.profiler. Tests without kernels switch it off.
 MEASURES_CPU = True
@@ -114,6 +117,7 @@ class Session:
         self._has_planned_call = False  # since the last step with such calls began
         self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
+        self.breaks: str | None = None  # which code runs eagerly between graphs of one module
         self.has_blocks = False  # whether a model that is one graph could be compiled block by block
         self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
         self._beginning: tuple[nn.Module, Any] | None = None  # the model and its inputs, where a forward of it begins
@@ -430,6 +434,7 @@ class Session:
     def _refuse(self, over: OverBudget) -> None:
         """Raise, or warn once that the budget does not hold. The error is made anew: a traceback keeps its frames."""
         message = over.message(self.budget_bytes, self.num_blocks, self.has_blocks)
+        message += f" {self.breaks}" if self.breaks else ""
         if self.on_over == "raise" and (self._ranks.is_alone or self._ranks.is_open):
             self.release()
             raise InfeasibleBudgetError(message, over.floor_bytes)
@@ -441,6 +446,15 @@ class Session:
         if self.unplanned is None:
             self.unplanned = message
             warnings.warn(message, stacklevel=3)
+
+    def note_breaks(self, module: tuple[str, str], num_graphs: int) -> None:
+        """Log, once per session, that a module runs as several graphs. The error of a budget that fails says so too."""
+        path, kind = module
+        self.breaks = (
+            f"{path or 'The model'} ({kind}) runs as {counted(num_graphs, 'compiled graph')} with Python code between "
+            "them, which runs eagerly and saves whatever autograd saves. TORCH_LOGS=graph_breaks says where and why."
+        )
+        logger.warning("%s The memory of that code is measured, and graphs are planned around it.", self.breaks)
 
     def _warn_of_replayed_indices(self, sequence: CallSequence) -> None:
         """Warn once, when a choice that computes indices again is kept."""
