@@ -112,7 +112,7 @@ class Stages(logging.Handler):
         if record.levelno >= logging.WARNING:
             print(record.getMessage(), file=sys.stderr)
             return
-        self._starts.append((record.getMessage().split()[0], self._now()))
+        self._starts.append((record.getMessage().split()[0], TURN.now()))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -128,7 +128,7 @@ class Stages(logging.Handler):
             PlanSearch.candidates = candidates  # type: ignore[method-assign]
             logger.removeHandler(self)
             logger.setLevel(logging.NOTSET)
-            self._starts.append(("", self._now()))
+            self._starts.append(("", TURN.now()))
 
     def __str__(self) -> str:
         stages = dict.fromkeys(("tracing", "solving", "trying", "timing"), 0.0)
@@ -137,7 +137,3 @@ class Stages(logging.Handler):
                 stages[stage] += end - start
         total = self._starts[-1][1] - self._starts[0][1]
         return f"{total:.1f}: {', '.join(f'{stage} {seconds:.1f}' for stage, seconds in stages.items())}"
-
-    @staticmethod
-    def _now() -> float:
-        return time.perf_counter() - TURN.waited_s

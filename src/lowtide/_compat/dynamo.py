@@ -150,7 +150,7 @@ def active_data_parallel() -> Any:
     return None if active is None else active()
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
@@ -160,7 +160,7 @@ def without_bucket_graphs() -> contextlib.AbstractContextManager[Any]:
     when `torch.compile` has an option for it.
     """
     if active_data_parallel() is None:
-        return _NOTHING
+        return _NO_CONTEXT
     return cast(Any, required("torch._dynamo.config", _COMPILE).patch(optimize_ddp=False))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide._compat.internals import optional, required
-from lowtide._compat.tensors import disable_modes, storage_id
+from lowtide._compat.tensors import PLAIN_TYPES, disable_modes, storage_id
 
 _TRACE = "steps cannot be traced on fake tensors"
 
@@ -74,6 +74,8 @@ def _mode_of_largest_shapes(kind: Any) -> Any:
 
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor is fake; none is before torch's module of them was imported. Obsolete likewise."""
+    if type(tensor) in PLAIN_TYPES:  # most are, and compiled blocks ask in every call
+        return False
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 

@@ -89,14 +89,15 @@ def compile(
         if not (isinstance(switch, bool) or (switch is None and name in ("regional", "dynamic"))):
             raise TypeError(f"{name} is True or False, not {switch!r:.80}")
     optimizer = plain_optimizer(optimizer, model)
-    blocks = _blocks(model, regional)
+    repeated = _repeated(model)
+    blocks = _blocks(model, repeated, regional)
     host_bytes = _host_bytes(host, blocks)
     buckets = bucket_bytes([module for module in given.modules() if isinstance(module, DistributedDataParallel)])
     chooser = VariantChooser(
         optimizer, host_bytes, model_bytes=tensor_bytes(model.parameters(), model.buffers()) + buckets
     )
     session = Session(budget, chooser=chooser, num_blocks=max(1, len(blocks)), on_over=on_over)
-    session.bucket_bytes, session.has_blocks = buckets, not blocks and bool(_repeated(model))
+    session.bucket_bytes, session.has_blocks = buckets, not blocks and bool(repeated)
     backend = shared_backend(options, mode, dynamic)
     if model in _by_model:
         _by_model.pop(model).remove()
@@ -228,16 +229,16 @@ def _sessions_of(model: nn.Module | None) -> list[Session]:
     return [session for session in list(SESSIONS) if parameters is None or session.has_run_with(parameters)]
 
 
-def _blocks(model: nn.Module, regional: bool | None) -> list[nn.Module]:
+def _blocks(model: nn.Module, repeated: list[nn.Module], regional: bool | None) -> list[nn.Module]:
+    """Those of the repeated modules that are compiled one by one; none for a model that is compiled as one graph."""
     if regional is False:
         return []
-    blocks = _repeated(model)
-    if regional and not blocks:
+    if regional and not repeated:
         raise ValueError(
             f"regional=True compiles repeated blocks, and {type(model).__name__} has none. Leave it out, or compile "
             "the whole model with regional=False"
         )
-    return blocks if regional or len(blocks) > 1 else []  # a single block is compiled with the rest of the model
+    return repeated if regional or len(repeated) > 1 else []  # a single block is compiled with the rest of the model
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:

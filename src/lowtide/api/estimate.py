@@ -190,14 +190,12 @@ def _growth(
     model: Any, loss_fn: Any, args: Any, batch_size: int | None, peak_bytes: int, *, optimizer: Any, device: Any
 ) -> int | None:
     """The bytes that one more sample adds to the peak, from a trace with twice the batch."""
-    if not batch_size:
+    if not batch_size or any(tensor.is_nested for tensor in tensors_in(args)):
         return None
 
     def doubled(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
-        if tensor.is_nested:
-            raise TypeError("a nested tensor has samples of several sizes")
         return torch.empty((2 * batch_size, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
 
     try:

@@ -48,8 +48,7 @@ class _Call:
 class _CallHook:
     """Hook before and after the autograd nodes of one call. It is freed with them, which tells when they are gone.
 
-    Compiled blocks run often, and every object that a call makes takes host time: so it has slots, and is what records
-    the end of the call as well.
+    It records the end of the call as well: compiled blocks run often, and every further object takes host time.
     """
 
     __slots__ = ("__weakref__", "_call", "_mark", "_num_left", "_step")
@@ -62,9 +61,7 @@ class _CallHook:
         mark = self._mark
         if mark is not None:
             mark(FORWARD_END)
-        nodes = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
-        if len(nodes) > 1:
-            nodes = list(dict.fromkeys(nodes))
+        nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
         if not nodes:  # nothing that a loss could depend on
             if mark is not None:
                 self._step.drop(None)
@@ -161,9 +158,10 @@ class StepCalls:
         return _CallHook(self, call, mark).end
 
     def next_like(self, begun: Sequence[int], number: int) -> int | None:
-        """The position of a call of graph `number` if calls so far may be those of `begun`; None at either end of it.
+        """The position of the call of graph `number` that begins now, if it is the next of `begun`; else None.
 
-        That is, as far as the first of them is alive and this one is the next, which `repeat` then records.
+        None for the first and the last call, which need hooks, and if the first call's autograd nodes were freed. Of
+        the calls before, only their count is compared. Record the call by `repeat`.
         """
         calls = self._calls
         position = len(calls)
@@ -213,7 +211,10 @@ class OverBudget:
     how: str
 
     def message(self, budget_bytes: int, num_blocks: int, has_blocks: bool = False) -> str:
-        """What the step needs, and what to do: one graph may need less than several blocks, or more than each alone."""
+        """The text of the error: what the step needs, and what to do.
+
+        It suggests one graph for a model that is compiled in blocks, and blocks for one graph, if the model has some.
+        """
         given, needed = format_apart(budget_bytes, self.floor_bytes)
         smaller = "Raise the budget or make the batch smaller."
         if num_blocks > 1:

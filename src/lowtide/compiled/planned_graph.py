@@ -107,7 +107,6 @@ FRACTIONS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 _MOST_NODES = 800
 _numbers = itertools.count()
 _CPU = torch.device("cpu")
-_PLAIN_TYPES = (Tensor, nn.Parameter)  # most are; asking whether another is fake takes longer
 
 
 class PlannedGraph:
@@ -162,8 +161,7 @@ class PlannedGraph:
         if self._plain is not None:
             return self._plain(*args)
         # DDP's own compiler calls graphs with fake tensors, to see the strides of outputs.
-        first = None if self._first_tensor is None else args[self._first_tensor]
-        if type(first) not in _PLAIN_TYPES and first is not None and _compat.is_fake(first):
+        if self._first_tensor is not None and _compat.is_fake(args[self._first_tensor]):
             return self._variant(self._first)(*args)
         if self._parameter_positions is None:  # Dynamo's guards keep the classes of inputs
             self._parameter_positions = [index for index, each in enumerate(args) if isinstance(each, nn.Parameter)]

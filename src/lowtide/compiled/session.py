@@ -52,7 +52,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, of which several may share memory, and of which each may be a part of its storage."""
+    """Bytes of memory that tensors take: what several share counts once, and of a large storage only their parts."""
     sizes: dict[int, tuple[int, int]] = {}  # by storage: its own bytes, and those of the tensors in it
     for each in {id(each): each for each in itertools.chain(*tensors)}.values():
         for part in _compat.parts_of(each):
@@ -340,13 +340,11 @@ class Session:
         It may be long until the longer one comes again, and shorter ones are over the budget meanwhile.
         """
         longer, (peak_bytes, _) = self.sequences.longer_than(calls), self._measurement.result(self.budget_bytes)
-        if peak_bytes is None or peak_bytes <= self.budget_bytes or longer is None:
+        if longer is None or not self._ranks.is_alone or peak_bytes is None or peak_bytes <= self.budget_bytes:
             return
         if longer.is_settled:  # it held: more is in memory now, such as new blocks in place of some that were compiled
-            if self._ranks.is_alone:
-                self.sequences.by_numbers.pop(longer.numbers, None)
-            return
-        if self._ranks.is_alone and self._is_alive(longer.numbers):
+            self.sequences.by_numbers.pop(longer.numbers, None)
+        elif self._is_alive(longer.numbers):
             at_least = max(peak_bytes, longer.choice.peak_bytes)
             step = StepReport(None, self.budget_bytes, self._size, peak_bytes=at_least)
             with self.watch.planning():

@@ -81,7 +81,6 @@ class CapturedStep:
         self.plan: Plan | None = None  # of the graph captured last
         self._handle, self._loss_fn = handle, loss_fn
         self._graphs: dict[Any, CapturedGraph] = {}
-        self._planned: dict[Any, Any] = {}  # what each graph was captured under
         self._reserve_bytes = 0  # of the budget, that the plan of the first graph leaves to gaps of the pool
         self._small_bytes: int | None = None  # of the pool's segments for small tensors; known if a graph had gaps
         self._accumulate, self._max_graphs = accumulate, max_graphs
@@ -91,8 +90,8 @@ class CapturedStep:
         self._filled: torch.cuda.MemPool | None = None  # the pool, if it begins with one segment
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._facts = facts
-        self._eager: set[Any] = set()  # forms of batches that run eagerly
-        self._adds_eagerly: set[Any] = set()  # those whose steps that accumulate gradients do
+        # Forms of batches that run eagerly, and whether gradients are added.
+        self._eager: set[tuple[Any, bool]] = set()
         self._has_warned = False
         self._is_released = False
         self._refuse_use(args)
@@ -143,16 +142,16 @@ class CapturedStep:
         return batch_form(args), modes_now(), settings, self._facts.values()
 
     def _new_graph(self, key: Any, args: tuple[Any, ...]) -> CapturedGraph | None:
-        if key in self._eager:
+        if (key, False) in self._eager:
             return None
         if len(self._graphs) >= self._max_graphs:
-            self._run_eagerly_from_now_on(key, f"there are {self._max_graphs} graphs already (max_graphs)")
+            self._run_eagerly_from_now_on(key, False, f"there are {self._max_graphs} graphs already (max_graphs)")
             return None
         try:
             return self._add(key, args)
         except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
             self._give_back()
-            self._run_eagerly_from_now_on(key, str(error).splitlines()[0])
+            self._run_eagerly_from_now_on(key, False, str(error).splitlines()[0])
             return None
 
     def _give_back(self) -> None:
@@ -169,8 +168,8 @@ class CapturedStep:
             self._copy_gradients_of_other_graphs(None)
             self._renew_pool()
 
-    def _run_eagerly_from_now_on(self, key: Any, why: str, *, if_adding: bool = False) -> None:
-        (self._adds_eagerly if if_adding else self._eager).add(key)
+    def _run_eagerly_from_now_on(self, key: Any, adds: bool, why: str) -> None:
+        self._eager.add((key, adds))
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -203,7 +202,8 @@ class CapturedStep:
                 gc.collect()
                 torch.cuda.empty_cache()
                 return CapturedPlan(slowdown, over)
-        self.plan, self._planned[key] = plan, planned
+        self.plan = plan
+        self._graphs[key].planned = planned
         return CapturedPlan(slowdown)
 
     def _capture_within_budget(self, key: Any, args: tuple[Any, ...]) -> None:
@@ -278,18 +278,18 @@ class CapturedStep:
     @one_at_a_time
     def _can_add(self, key: Any) -> bool:
         """Capture the graph that adds to gradients, under the plan of the one that makes them. False if it is over."""
-        if key in self._adds_eagerly:
+        if (key, True) in self._eager:
             return False
         graph = self._graphs[key]
         self._copy_gradients_of_other_graphs(graph)
         try:
-            with self._handle.under_graph_plan(self._planned[key]), self._capturing():
+            with self._handle.under_graph_plan(graph.planned), self._capturing():
                 graph.prepare_to_add()
             self._measure()
         except (InfeasibleBudgetError, torch.OutOfMemoryError) as error:
             graph.adding = None
             self._give_back()
-            self._run_eagerly_from_now_on(key, str(error).splitlines()[0], if_adding=True)
+            self._run_eagerly_from_now_on(key, True, str(error).splitlines()[0])
             return False
         return True
 

@@ -231,6 +231,7 @@ class CapturedGraph:
         self._forward_bytes = 0  # that the last forward held at its end
         self.leaves: dict[int, Tensor] = {id(leaf): leaf for leaf in self.facts.parameters if leaf.requires_grad}
         self.gradients: dict[int, Tensor] = {}  # by the ids of leaves
+        self.planned: Any = None  # what the handle says of the plan that this was captured under
         self._fresh = self._captured(fill, adds=False)
         self.adding: _Graph | None = None  # adds to gradients
 

@@ -5,9 +5,9 @@ backwards, an optimizer that `fit` was not given or experts that the trace did n
 `fit` puts on its handle, checks the memory at the start of a forward: after 1, 2, 4, ... forwards, and from 128 on
 after every 128th. It warns once.
 
-- On an accelerator it reads the allocator's peak, which it resets once, when the handle is made, and after a capture.
-  A peak above the budget counts only if it changed since the last check, so that peaks of steps that ran with the plan
-  switched off do not.
+- On an accelerator it reads the allocator's peak. It resets that peak when the handle is made and after a capture, and
+  never between training steps. A peak above the budget counts only if it changed since the last check, so that peaks
+  of steps that ran with the plan switched off do not.
 - On the CPU there is no allocator peak. It compares parameters, gradients and optimizer state with those planned for.
   In addition, `handle.step` measures its 2nd, 16th, 128th, ... step with torch.profiler, unless a profiler is running.
   (A profiler that stays open between forwards would see every step, but the user could not start another one.)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.replay import environment, index_choices
+from lowtide.replay import environment
 from lowtide.replay.arguments import CONSTANTS, tensors_in
 from lowtide.replay.op_facts import facts_of
 from lowtide.replay.recomputing import replay_depth
@@ -126,7 +126,8 @@ class OpCountingMode(_compat.DispatchMode):
     """Counts the ops of a replay, to identify them by kind and number.
 
     Casts of weights are counted per weight: a weight that autocast had cast before the region began is cast once more
-    in the replay. Ops of inner replays are not counted; index choices are, which are copied and not run.
+    in the replay. Ops of inner replays are not counted; index choices, which
+    are copied and not run, are counted by `index_choices.counted_by`.
     """
 
     def __init__(self) -> None:
@@ -137,13 +138,7 @@ class OpCountingMode(_compat.DispatchMode):
 
     def __enter__(self) -> Any:
         self._depth = replay_depth()
-        self._counting = index_choices.counted_by(self.count)
-        self._counting.__enter__()
         return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._counting.__exit__(None, None, None)
 
     def count(self, func: Any, args: Any) -> Op | None:
         """Count an op that is about to run; None for bookkeeping ops and for ops of inner replays."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from lowtide import _compat
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.divergence import ReplayError
-from lowtide.replay.op_facts import UNFILLED, facts_of
+from lowtide.replay.op_facts import UNFILLED, OpFacts, facts_of
 
 
 class IndexChoice(NamedTuple):
@@ -53,14 +53,15 @@ IndexChoiceLog = list[IndexChoice]
 
 # Ops whose result is not settled though their inputs are: a kernel that torch does not see may fill it, or which of
 # several values is written to one place may vary on a GPU.
-_NEVER_SETTLED = (*UNFILLED, "aten.scatter.src", "aten.scatter_.src", "aten.index_put", "aten.kthvalue")
+_UNSETTLED_OPS = (*UNFILLED, "aten.scatter.src", "aten.scatter_.src", "aten.index_put", "aten.kthvalue")
 
 
 class _Marks:
-    """The tensors that each replay of a module computes alike: it has made them of choices and numbers alone.
+    """Marks the settled tensors of a module's forward: those computed from kept choices and Python numbers alone.
 
-    Those of a module around this one do not count: a replay of this one alone would be given others. Only the forward
-    marks tensors and decides by them, so missing marks cost memory and nothing else.
+    Every replay of the module computes them with the same values. Marks of a module around this one do not count, as
+    this one may be replayed alone, on other inputs. Only the forward marks tensors and decides by them, so a missing
+    mark costs memory and nothing else.
     """
 
     def __init__(self, around: _Marks | None) -> None:
@@ -79,7 +80,17 @@ class _Marks:
         self.add([each for each in tensors_in((output,)) if not each.is_floating_point()])
         return output
 
-    def has_all(self, tensors: Iterable[Tensor]) -> bool:
+    def settle(self, facts: OpFacts, args: Any, kwargs: Any) -> bool:
+        """Whether an op with these arguments gives the same in each replay. An op that may change marks clears them."""
+        may_be = "random" not in facts.flags and not facts.name.startswith(_UNSETTLED_OPS) and not facts.is_foreign
+        if may_be and self._has_all(tensors_in((args, kwargs))):
+            return True
+        may_write = facts.may_write or facts.is_foreign
+        if may_write and not all(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
+            self._clear()
+        return False
+
+    def _has_all(self, tensors: Iterable[Tensor]) -> bool:
         """Whether all these tensors are marked, and were not written to since."""
         for tensor in tensors:
             made = self._made.get(id(tensor))
@@ -87,11 +98,11 @@ class _Marks:
                 return False
         return True
 
-    def clear(self) -> None:
-        """An op has written to integers, perhaps without a new version of them: no mark is known to be right."""
+    def _clear(self) -> None:
+        """Forget all marks: an op writes to integers, and some ops do so without giving them a new version."""
         self._made.clear()
         if self._around is not None:
-            self._around.clear()
+            self._around._clear()
 
     def end(self) -> _Marks | None:
         """The module has returned: the one around it knows these marks too. Returns those of that one."""
@@ -211,13 +222,8 @@ class _IndexChoiceMode(_compat.DispatchMode):
         kind = facts.kept_as
         if _now.cursor is not cursor:  # an inner replay belongs to another region
             return func(*args, **kwargs)
-        marks, is_settled = cursor.marks, False
-        if marks is not None and not cursor.is_replay:
-            may_be = "random" not in facts.flags and not facts.name.startswith(_NEVER_SETTLED)
-            is_settled = may_be and not facts.is_foreign and marks.has_all(tensors_in((args, kwargs)))
-            may_write = not is_settled and (facts.may_write or facts.is_foreign)
-            if may_write and not all(tensor.is_floating_point() for tensor in tensors_in((args, kwargs))):
-                marks.clear()
+        marks = cursor.marks
+        is_settled = marks is not None and not cursor.is_replay and marks.settle(facts, args, kwargs)
         if not kind or (kind == "index" and marks is None):
             output = func(*args, **kwargs)
             return marks.add(output, is_written=bool(facts.written)) if is_settled and marks is not None else output

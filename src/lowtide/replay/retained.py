@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from lowtide import _compat
-from lowtide.replay import environment
+from lowtide.replay import environment, index_choices
 from lowtide.replay.capture_profile import (
     CaptureProfile,
     CaptureProfileMode,
@@ -235,7 +235,8 @@ class RetainingFrame(Frame):
             mode = RetainedOutputMode(self, self._profile, collector)
         collector.mode = mode
         try:
-            self._run_again(tensors, collector, mode)
+            with index_choices.counted_by(mode.count):
+                self._run_again(tensors, collector, mode)
             found, expected = self._compared(collector)
             if isinstance(mode, CaptureProfileMode):
                 if found == expected:

@@ -117,10 +117,8 @@ def link_bytes_per_s(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     slowest, num_bytes = 0.0, 1 << 26
-    with (
-        torch.cuda.device(device),
-        _compat.without_fake_mode(),
-    ):  # may be called while torch.compile runs on fake tensors
+    # May be called while torch.compile runs on fake tensors. Events are recorded on the present device's stream.
+    with torch.cuda.device(device), _compat.without_fake_mode():
         there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         here = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         for target, source in ((there, here), (here, there)):

@@ -236,9 +236,10 @@ def _objects_in(value: Any) -> list[Any]:
 
 
 def _reference_to(value: Any) -> Callable[[], Any]:
-    """A reference that keeps no tensors alive, unless the class allows no weak ones.
+    """A weak reference to an object that holds tensors, which a trace must not keep alive; a strong one to others.
 
-    An object that only the forward refers to may be changed after the last call, and is gone when that one ends.
+    Strong, so that a change after the last call is seen also if only the forward holds the object. Classes that allow
+    no weak references get strong ones too.
     """
     is_weak = type(value).__weakrefoffset__ and bool(reachable([value]).tensors)
     return weakref.ref(value) if is_weak else lambda: value
