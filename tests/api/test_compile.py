@@ -238,6 +238,15 @@ def test_blocks_that_were_compiled_before_are_so_again_after_remove() -> None:
     assert alive() is None
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_parameters_have_no_bytes_yet() -> None:
+    model = Stack(*(nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(3)))
+    lowtide.compile(model, budget=PLENTY)
+    for _ in range(3):
+        squared(model).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_a_model_with_one_block_that_is_called_again_is_told_of_its_blocks() -> None:
     class Shared(Stack):
         def forward(self, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of memory that tensors take: what several share counts once, and of a large storage only their parts."""
     sizes: dict[int, tuple[int, int]] = {}  # by storage: its own bytes, and those of the tensors in it
     for each in {id(each): each for each in itertools.chain(*tensors)}.values():
-        for part in _compat.parts_of(each):
+        for part in () if nn.parameter.is_lazy(each) else _compat.parts_of(each):
             storage = _compat.storage_id(part)
             sizes[storage] = part.untyped_storage().nbytes(), sizes.get(storage, (0, 0))[1] + part.nbytes
     return sum(map(min, sizes.values()))
