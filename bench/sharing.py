@@ -1,7 +1,8 @@
 """Several benchmarks on one device at once: one at a time measures, the others plan meanwhile.
 
 Processes with the same lock file, `LOWTIDE_BENCH_LOCK=FILE`, take turns: `with TURN:` waits until no other process
-measures. `fit` takes as long to solve as to measure, so `Stages` releases the lock while `fit` solves.
+measures. `fit` takes as long to solve as to measure, so `Stages` releases the lock while `fit` solves, and
+`compiling_without_turn` while `lowtide.compile` compiles.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from lowtide.api import fit as fitting
 from lowtide.api.plan_search import PlanSearch
+from lowtide.compiled.session import Session
 
 
 class Turn:
@@ -27,7 +29,7 @@ class Turn:
 
     def __init__(self, path: str | None) -> None:
         self._file = open(path, "a") if path else None  # open as long as the process
-        self._is_held = False
+        self.is_held = False
         self.waited_s = 0.0
 
     def __enter__(self) -> None:
@@ -38,7 +40,7 @@ class Turn:
 
     def take(self) -> None:
         """Wait for the lock; returns at once if this process holds it. Limits (`reporting.at_most`) wait too."""
-        if self._file is not None and not self._is_held:
+        if self._file is not None and not self.is_held:
             start = time.perf_counter()
             left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
             try:
@@ -46,7 +48,7 @@ class Turn:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, left_s)
             self.waited_s += time.perf_counter() - start
-            self._is_held = True
+            self.is_held = True
 
     def now(self) -> float:
         """Seconds, without those in which other benchmarks measured."""
@@ -54,12 +56,12 @@ class Turn:
 
     def give(self) -> None:
         """Release the lock, and the allocator's unused memory."""
-        if self._file is not None and self._is_held:
+        if self._file is not None and self.is_held:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._is_held = False
+            self.is_held = False
 
 
 TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
@@ -76,6 +78,29 @@ def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
             TURN.take()
 
     return searched
+
+
+@contextlib.contextmanager
+def compiling_without_turn() -> Iterator[None]:
+    """Let other benchmarks measure while a session of `lowtide.compile` compiles in this block."""
+    compiling = Session.compiling
+
+    @contextlib.contextmanager
+    def given(session: Session) -> Iterator[None]:
+        was_held = TURN.is_held
+        TURN.give()
+        try:
+            with compiling(session):
+                yield
+        finally:
+            if was_held:
+                TURN.take()
+
+    Session.compiling = given  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Session.compiling = compiling  # type: ignore[method-assign]
 
 
 _trace = fitting.trace_largest
