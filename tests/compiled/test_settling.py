@@ -8,7 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from compiled.fake_steps import BASE, VARIANTS, FakeGraph, Steps, TimedMeter, VariantsOnly, linked, saved, settled
+from compiled.fake_steps import (
+    BASE,
+    VARIANTS,
+    FakeGraph,
+    FakeMeter,
+    Steps,
+    TimedMeter,
+    VariantsOnly,
+    linked,
+    saved,
+    settled,
+)
 from lowtide.compiled.session import Session
 from lowtide.compiled.step_profile import StepProfile
 from lowtide.compiled.variant_choice import VariantChoice
@@ -39,6 +50,44 @@ def test_torchs_choice_is_tried_before_a_budget_is_refused() -> None:
     sequence = steps.session.current
     assert sequence.is_settled and sequence.over is None
     assert [variant.fraction for variant in sequence.choice.variants] == [0.5] * 3
+
+
+class CachingMeter(FakeMeter):
+    """Tensors get cached blocks of earlier steps, which are larger by `unrequested_bytes` in all, until it is freed."""
+
+    unrequested_bytes = 0
+    num_freed = 0
+
+    def free_cached_blocks(self) -> None:
+        self.num_freed += 1
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_choice_over_the_budget_by_cached_blocks_is_measured_without_them(is_freed: bool) -> None:
+    """Once: a choice that is still over the budget is over it."""
+    meter = CachingMeter()
+    meter.unrequested_bytes = 12
+    steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + (0 if is_freed and meter.num_freed else 10))
+    steps.meter = meter
+    first = steps.run()
+    assert saved(first) == 90
+    ran = [steps.run() for _ in range(8)]
+    if is_freed:
+        assert all(each == first for each in ran) and meter.num_freed == 1
+        assert steps.session.current.peaks == [BASE + 90]
+    else:
+        assert saved(ran[-1]) <= 80 and meter.num_freed == 1, "the smaller choice is over by more than cached blocks"
+    assert meter.num_resets == len(steps.session.current.measured) + 1, "the step that allocates anew is not measured"
+    assert steps.session.current.is_settled and steps.session.current.over is None
+
+
+def test_more_than_cached_blocks_is_not_measured_again() -> None:
+    meter = CachingMeter()
+    meter.unrequested_bytes = 9
+    steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + 10)
+    steps.meter = meter
+    ran = [saved(steps.run()) for _ in range(4)]
+    assert ran[:2] == [90, 90] and ran[2] <= 80 and not meter.num_freed
 
 
 def test_what_cannot_win_is_not_compiled() -> None:

@@ -34,6 +34,7 @@ from lowtide.compiled.step_profile import (
     _Mark,
     profile_of,
 )
+from lowtide.tracing.devices import AllocatedBytes
 from sweeps import sweep
 
 pytestmark = [
@@ -551,16 +552,16 @@ class Allocator:
     """The counters of the CUDA allocator, and a clock that goes on by a second at each event."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.peak = self.clock = 0
+        self.now = self.peak = self.clock = self.unrequested = 0
         self.num_read = 0
         monkeypatch.setattr(step_profile, "read_allocator", lambda device: self.read())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> AllocatedBytes:
         peak, self.peak = self.peak, self.now
         self.num_read += 1
-        return self.now, peak
+        return AllocatedBytes(self.now, peak, peak - self.unrequested)
 
     def allocate(self, size: int) -> None:
         self.now += size
@@ -599,8 +600,19 @@ def test_the_allocators_counters_between_marks(monkeypatch: pytest.MonkeyPatch) 
     assert (call.backward_start_bytes, call.backward_peak_bytes) == (16, 46)
     assert (profile.between_bytes, profile.elsewhere_bytes) == (63, 24)
     assert call.seconds == 2.0 and profile.seconds == 3.0
+    assert meter.unrequested_bytes == 0
     meter.cancel()
     assert meter.profile() is None
+
+
+def test_bytes_of_larger_blocks_than_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    meter = AllocatorMeter(torch.device("cuda"))
+    meter.reset()
+    allocator.unrequested = 5
+    meter.mark(FORWARD, 0)
+    allocator.allocate(50)
+    assert meter.peak_bytes() == 50 and meter.unrequested_bytes == 5
 
 
 def test_a_step_that_is_only_timed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

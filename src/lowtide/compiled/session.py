@@ -117,6 +117,8 @@ class Session:
         self._has_planned_call = False  # since the last step with such calls began
         self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
+        self._measured_anew: list[tuple[Any, ...]] = []  # what was measured without the cached blocks of earlier steps
+        self._is_allocating = False  # whether the next step allocates cached blocks anew, and is not measured
         self.breaks: str | None = None  # which code runs eagerly between graphs of one module
         self.has_blocks = False  # whether a model that is one graph could be compiled block by block
         self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
@@ -378,6 +380,8 @@ class Session:
         sequence, known = self.sequences.current, self.sequences.by_numbers.values()
         is_known = sequence is not None and sequence.numbers in self.sequences.by_numbers
         peak_bytes, profile = self._measurement.result(self.budget_bytes)
+        if sequence is not None and peak_bytes is not None and self._is_measured_anew(sequence, peak_bytes):
+            peak_bytes = profile = None
         calls = None
         if sequence is not None and not self._ranks.is_alone:
             calls = name_of_calls(sequence, self.instances_of(sequence))
@@ -391,10 +395,28 @@ class Session:
             over=next((each.over for each in known if each.over is not None), None),
         )
 
+    def _is_measured_anew(self, sequence: CallSequence, peak_bytes: int) -> bool:
+        """Whether a step was over the budget, perhaps only as its tensors got larger cached blocks of earlier steps.
+
+        Its choice is then measured once more without these. The step before that is not: it allocates all blocks anew.
+        """
+        meter, excess = self._measurement.meter, peak_bytes - self.budget_bytes
+        if meter is None or sequence.is_settled or not 0 < excess <= meter.unrequested_bytes:
+            return False
+        what = sequence.numbers, self._size, sequence.choice.runs
+        if what in self._measured_anew:
+            return False
+        self._measured_anew.append(what)
+        meter.free_cached_blocks()
+        self._is_allocating = True
+        return True
+
     def _watch_next(self, sequence: CallSequence) -> None:
         """Measure the next step, unless all sequences are settled."""
         is_settled = all(each.is_settled for each in self.sequences.by_numbers.values())
-        self._measurement.begin(None if is_settled or sequence.over is not None else self._meter)
+        is_measured = not is_settled and not self._is_allocating and sequence.over is None
+        self._is_allocating = False
+        self._measurement.begin(self._meter if is_measured else None)
 
     # Meters.
 

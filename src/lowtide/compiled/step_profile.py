@@ -115,6 +115,14 @@ class StepMeter:
     def stop(self) -> None:
         """The first backward of the step has returned or raised."""
 
+    @property
+    def unrequested_bytes(self) -> int:
+        """By how much the peak is above that of what tensors asked for: some got larger cached blocks."""
+        return 0
+
+    def free_cached_blocks(self) -> None:
+        """Let the next step allocate its memory anew."""
+
     def cancel(self) -> None:
         """Stop to measure this step."""
         self._marks = []
@@ -178,11 +186,11 @@ class AllocatorMeter(StepMeter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self._most = device, 0
+        self._device, self._most, self._most_requested = device, 0, 0
 
     def reset(self) -> None:
         read_allocator(self._device)
-        self._marks, self._most = [], 0
+        self._marks, self._most, self._most_requested = [], 0, 0
 
     def mark(self, kind: int, index: int) -> None:
         mark = _Mark(kind, index)
@@ -197,10 +205,17 @@ class AllocatorMeter(StepMeter):
         self._close_part()
         return self._most
 
+    @property
+    def unrequested_bytes(self) -> int:
+        return self._most - self._most_requested
+
+    def free_cached_blocks(self) -> None:
+        torch.cuda.empty_cache()
+
     def _close_part(self) -> int:
         """Note the peak since the last mark; the bytes allocated now."""
-        now, peak = read_allocator(self._device)
-        self._most = max(self._most, peak)
+        now, peak, requested_peak = read_allocator(self._device)
+        self._most, self._most_requested = max(self._most, peak), max(self._most_requested, requested_peak)
         if self._marks:
             self._marks[-1].peak_bytes = max(self._marks[-1].peak_bytes, peak)
         return now

@@ -105,11 +105,23 @@ def free_bytes(device: torch.device) -> int:
     return 1 << 62
 
 
-def read_allocator(device: torch.device) -> tuple[int, int]:
-    """Return the bytes allocated now on a CUDA device, and their peak since the last call of this function."""
-    counted = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+class AllocatedBytes(NamedTuple):
+    """Bytes allocated now, and the peaks of what was allocated and of what tensors had asked for.
+
+    A tensor may be given a cached block that is larger by up to 1 MiB, which counts as allocated in full.
+    """
+
+    now: int
+    peak: int
+    requested_peak: int
+
+
+def read_allocator(device: torch.device) -> AllocatedBytes:
+    """Return what is allocated on a CUDA device, with the peaks since the last call of this function."""
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    allocated, requested = stats["allocated_bytes"]["all"], stats["requested_bytes"]["all"]
     torch.cuda.reset_peak_memory_stats(device)
-    return counted["current"], counted["peak"]
+    return AllocatedBytes(allocated["current"], allocated["peak"], requested["peak"])
 
 
 def link_bytes_per_s(device: torch.device) -> float:

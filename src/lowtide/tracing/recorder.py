@@ -24,6 +24,7 @@ from lowtide import _compat
 from lowtide.errors import TraceError
 from lowtide.replay.arguments import tensors_in
 from lowtide.replay.op_facts import facts_of
+from lowtide.tracing.devices import AllocatedBytes
 from lowtide.tracing.fakes import Shadows, as_kernels_lay_out
 from lowtide.tracing.trace_records import (
     ArgumentChanges,
@@ -74,7 +75,7 @@ class Recorder(_compat.DispatchMode):
         names: dict[nn.Module, str],
         clock: Clock | None = None,
         before_write: Callable[[Tensor | torch.Generator], None] | None = None,
-        meter: Callable[[], tuple[int, int]] | None = None,
+        meter: Callable[[], AllocatedBytes] | None = None,
         mark: str | None = None,
         shadows: Shadows | None = None,
         block_bytes: int = 1,
@@ -217,7 +218,7 @@ class Recorder(_compat.DispatchMode):
         is_reduction = "collective" in flags and self.num_forward >= 0  # such as of DDP's buckets: no need to restore
         self._report_writes(() if is_reduction else mutated, args, kwargs)
         call, forward_op = self._owner()
-        allocated = self._meter()[0] if self._meter is not None else 0
+        allocated = self._meter().now if self._meter is not None else 0
         before = self._clock.mark()
         out = answer if is_answered else self._run(func, args, kwargs)
         self.marks.append((before, self._clock.mark()))
@@ -238,7 +239,7 @@ class Recorder(_compat.DispatchMode):
         workspace = 0
         if self._meter is not None:
             kept = sum(self.values[value].bytes for value in outputs)
-            workspace = max(0, self._meter()[1] - allocated - kept)
+            workspace = max(0, self._meter().peak - allocated - kept)
         self.ops.append(
             RawOp(
                 name,
