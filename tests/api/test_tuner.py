@@ -22,6 +22,7 @@ from lowtide.api.plan_search import PlanSearch
 from lowtide.eager import Applied
 from lowtide.eager.moves import Moves
 from lowtide.eager.replanning import Limits
+from lowtide.graph.time_lines import StepLines
 from lowtide.simulator import simulate
 from lowtide.solvers import placement, solve
 from lowtide.solvers.baselines import reference_plans
@@ -383,20 +384,23 @@ def test_one_disturbed_turn_drops_no_candidate() -> None:
     assert tuner._near_fastest([disturbed, steady], 2.0) == [disturbed, steady]  # its first step was not
 
 
-def test_of_equally_fast_candidates_the_one_with_less_work_for_the_host_is_kept() -> None:
+def test_what_a_busy_host_would_add_counts() -> None:
     """A plan that only just keeps the host ahead is slower than others as soon as the host is."""
     graph = with_host_line(1, repeated_blocks(1, num_blocks=6))
     graph = replace(graph, ops=tuple(replace(op, host_s=0.9 * op.seconds, flags=()) for op in graph.ops))
     found = {name: with_predictions(simulate(graph, plan), 0, 0.0) for name, plan in reference_plans(graph).items()}
     heavy, light = found["a checkpoint per block"], found["nothing"]
-    lines = {name: simulate(graph, plan).lines for name, plan in (("heavy", heavy), ("light", light))}
-    assert lines["heavy"].host_s > lines["light"].host_s
-    measured = [tuner.MeasuredCandidate(ShortlistedPlan(name, plan), 0, 1.0, [1.0]) for name, plan in found.items()]
-    assert tuner._least_sensitive(measured).plan is light
-    quick = replace(heavy, extra_s=0.0)  # its predicted time does not decide
-    assert (
-        tuner._least_sensitive([measured[0], tuner.MeasuredCandidate(ShortlistedPlan("", quick), 0, 1.0)]).plan is light
-    )
+    on_heavy, on_light = (tuner.MeasuredCandidate(ShortlistedPlan("", plan), 0, 1.0, [1.0]) for plan in (heavy, light))
+    lines = simulate(graph, heavy).lines
+    assert on_heavy.busy_host_s == lines.busy_host_s > on_light.busy_host_s
+    assert on_heavy.expected_s - on_light.expected_s == pytest.approx(on_heavy.busy_host_s - on_light.busy_host_s)
+    assert tuner._near_fastest([on_heavy, on_light], 1.0) == [on_light]
+
+
+@pytest.mark.parametrize(("host_s", "expected_s"), [(0.0, 0.0), (7.0, 0.0), (8.0, 0.0), (10.0, 1.25), (20.0, 2.5)])
+def test_a_busy_host_adds_what_the_device_has_to_wait_for(host_s: float, expected_s: float) -> None:
+    """A quarter of the host's time, half of the time; nothing as long as the host stays ahead of ten seconds."""
+    assert StepLines(host_s, 10.0, max(host_s, 10.0)).busy_host_s == expected_s
 
 
 # Candidates.

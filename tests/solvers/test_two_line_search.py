@@ -16,11 +16,12 @@ import lowtide
 from brute import all_costs
 from graphs import hidden_wide_narrow, random_graph, repeated_blocks, with_host_line
 from lowtide import InfeasibleBudgetError, StepGraph
+from lowtide.plans import Plan
 from lowtide.simulator import simulate
 from lowtide.solvers import candidate
 from lowtide.solvers.candidate import Effort
 from lowtide.solvers.eager_search import TwoLineSearch
-from lowtide.solvers.solve import search_for
+from lowtide.solvers.solve import SEARCHED, STEADY, search_for, shortlist
 from referee import replay
 from sweeps import sweep
 
@@ -144,3 +145,28 @@ def test_what_is_counted_ends_a_search() -> None:
     assert [is_over() for _ in range(12)].index(True) == 9  # each turn a step of 100,000 events, and its beginning
     with pytest.raises(ValueError, match="time_limit_s"):
         Effort(0)
+
+
+def test_the_shortlist_has_a_plan_for_a_busy_host() -> None:
+    """Where the fastest leaves the host little to spare, one that is slower by less than a busy host would add."""
+    num_steady = 0
+    for seed in range(12):
+        graph = repeated_blocks(seed, num_blocks=6)
+        ops = tuple(replace(op, host_s=0.8 * op.seconds + 1 / 128) for op in graph.ops)
+        graph = replace(graph, ops=ops, hardware=replace(graph.hardware, region_s=1 / 8, save_s=1 / 8))
+        plain, floor = simulate(graph).peak_bytes, search_of(graph).floor.peak_bytes
+        for share in (0.3, 0.6, 0.9):
+            budget = int(floor + share * (plain - floor))
+            found = {each.name: each.plan for each in shortlist(graph, budget)[0]}
+            if STEADY not in found:
+                continue
+            num_steady += 1
+            steady, fastest = found[STEADY], found[SEARCHED]
+            assert steady.peak_bytes <= budget and steady.extra_s >= fastest.extra_s >= steady.lower_bound_s
+            assert expected_s(steady) < expected_s(fastest)
+    assert num_steady > 1
+
+
+def expected_s(plan: Plan) -> float:
+    assert plan.graph is not None
+    return plan.extra_s + simulate(plan.graph, plan).lines.busy_host_s

@@ -3,9 +3,9 @@
 Predicted times and peaks can be wrong by several per cent, so candidates are compared on real steps. Each one first
 runs a few steps, for its peak and a first time. Those within the budget and not clearly slower then take turns with
 each other, and with the plain step if it fits on the device, so that a busy machine slows all of them alike. After
-each round the slower ones are dropped. The fastest turn of each counts, as other processes only ever add time. Of
-candidates within 1 % of the fastest, the one least sensitive to a slow host is kept. Only one plan is on the model at
-a time, so that memory of one never counts against another.
+each round the slower ones are dropped. What counts is the fastest turn of each, as other processes only ever add time,
+plus what a busy host is predicted to add on average (`StepLines.busy_host_s`). Only one plan is on the model at a time,
+so that memory of one never counts against another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from lowtide.api.measure import RealSteps
 from lowtide.distributed.ranks import ALONE, Ranks, is_out_of_memory
@@ -40,11 +41,6 @@ _MAX_RATIOS = (2.0, 1.25, 1.1, 1.05, 1.05)
 # and measured time.
 _HOPELESS = 1.25
 _ROUNDS_ALONE = 2  # turns of a single candidate with the plain step, to measure its slowdown
-_NOISE = 0.01  # candidates within this share of the fastest are equally fast, as far as timing can tell
-# Of equally fast candidates, the one is kept that would be fastest on a host slower by this factor. Data loaders, other
-# processes and Python's garbage collector slow a host down, by 1.2 to 1.5 times between two moments on the H200 of
-# bench/results/eager-cuda.md. A plan that only just keeps the host ahead of the device is then slower by as much.
-_SLOWER_HOST = 1.25
 _AFTER_OUT_OF_MEMORY = 0.05  # share of the budget assumed as excess if a step ran out of memory: its peak is not known
 
 
@@ -71,6 +67,17 @@ class MeasuredCandidate:
         """Measured seconds of a step, the fewest that it took. Only for candidates that have run."""
         assert self.first_s is not None
         return min([self.first_s, *self.times])
+
+    @cached_property
+    def busy_host_s(self) -> float:
+        """Seconds that a host which is busy now and then is predicted to add to a step, on average."""
+        graph = self.plan.graph
+        return 0.0 if graph is None or not graph.has_host_line else simulate(graph, self.plan).lines.busy_host_s
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that a step is expected to take. Only for candidates that have run."""
+        return self.seconds + self.busy_host_s
 
 
 class Tuner:
@@ -176,8 +183,9 @@ class Tuner:
         return [tried for tried in self._tried.values() if tried.holds]
 
     def _rank(self, tried: MeasuredCandidate) -> float:
-        """The seconds that candidates are compared by: measured, or predicted with `tune_s=0`."""
-        return tried.seconds if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
+        """The seconds that candidates are compared by: expected from measured ones, or predicted with `tune_s=0`."""
+        predicted_s = self._steps.graph.step_s + tried.plan.extra_s + tried.busy_host_s
+        return tried.expected_s if self._tune_s else predicted_s
 
     def time_all(self) -> None:
         """Time the candidates that hold in turns with the plain step, until time is up or one is left."""
@@ -221,8 +229,7 @@ class Tuner:
         within = [each for each in self._tried.values() if (each.peak_bytes or self._budget + 1) <= self._budget]
         holding = self._holding() or within  # all ran out of memory after they were measured: something else took it
         timed = [tried for tried in holding if tried.times] or holding
-        fastest_s = (1 + (_NOISE if self._tune_s else 0.0)) * min(map(self._rank, timed))
-        best = _least_sensitive([tried for tried in timed if self._rank(tried) <= fastest_s])
+        best = min(timed, key=self._rank)
         if self._on is None or self._on[0] is not best:
             self.remove_plan()
             give_back_memory()
@@ -257,7 +264,9 @@ class Tuner:
         plan, seconds = tried.plan, None if tried.first_s is None else tried.seconds
         outcome = KEPT if tried is best else tried.problem
         if not outcome and best.seconds:
-            outcome = f"{100 * (tried.seconds / best.seconds - 1):.1f} % slower than the one kept"
+            slower = tried.expected_s / best.expected_s - 1
+            outcome = f"{100 * slower:.1f} % slower than the one kept"
+            outcome += ", if the host is busy at times" if tried.seconds < best.seconds else ""
         if tried.problem == "over the budget" and tried.peak_bytes is not None:
             outcome = f"{format_bytes(tried.peak_bytes - self._budget)} over the budget"
         return Trial(
@@ -273,18 +282,6 @@ class Tuner:
         )
 
 
-def _least_sensitive(alike: list[MeasuredCandidate]) -> MeasuredCandidate:
-    """Of candidates that are equally fast, the one predicted to be fastest if the host becomes slower."""
-
-    def seconds(tried: MeasuredCandidate) -> tuple[float, float]:
-        plan = tried.plan
-        assert plan.graph is not None  # of all plans that have predictions
-        lines = simulate(plan.graph, plan).lines
-        return max(_SLOWER_HOST * lines.host_s, lines.device_s), plan.extra_s
-
-    return min(alike, key=seconds) if len(alike) > 1 else alike[0]
-
-
 def _is_of_candidate(error: Exception) -> bool:
     """Whether an error says that this plan cannot be used; others may be usable."""
     return isinstance(error, LowtideError) and not isinstance(error, RankError)
@@ -295,5 +292,5 @@ def _key(plan: Plan) -> object:
 
 
 def _near_fastest(tried: list[MeasuredCandidate], ratio: float) -> list[MeasuredCandidate]:
-    fastest_s = min((each.seconds for each in tried), default=0.0)
-    return [each for each in tried if each.seconds <= ratio * fastest_s]
+    fastest_s = min((each.expected_s for each in tried), default=0.0)
+    return [each for each in tried if each.expected_s <= ratio * fastest_s]

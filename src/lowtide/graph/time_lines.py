@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lowtide.graph.step_graph import StepGraph
 
 LINES = ("host", "device")
+# Data loaders, other processes and Python's garbage collector slow a host down, by 1.2 to 1.5 times between two moments
+# on the H200 of bench/results/eager-cuda.md. Plans are compared for a host that is slower by this factor half of the
+# time: too little, and plans are kept that a busy host slows down; too much, and they recompute more than they need to.
+_BUSY_HOST, _BUSY_SHARE = 1.25, 0.5
 _HOST_FEES = ("region_s", "save_s", "dispatch_s", "spare_s", "move_s")
 
 
@@ -41,6 +45,15 @@ class StepLines:
 
     def of(self, line: str) -> float:
         return self.host_s if line == "host" else self.device_s
+
+    @property
+    def busy_host_s(self) -> float:
+        """Seconds that a host which is busy now and then adds to the step, on average.
+
+        None as long as it stays ahead of the device: a plan that leaves the host little to spare is slowed down first.
+        """
+        busy_s = max(_BUSY_HOST * self.host_s, self.device_s)
+        return _BUSY_SHARE * (busy_s - max(self.host_s, self.device_s))
 
 
 def play_lines(host_s: np.ndarray, device_s: np.ndarray, is_sync: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

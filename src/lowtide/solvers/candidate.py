@@ -34,8 +34,8 @@ class Candidate:
     """Decisions of a plan and what they cost in simulation.
 
     `share` is the share of the link's bandwidth that offload may use (0: nothing moves), `codecs` the values held
-    encoded. If `spans` is not empty, the calls in `regions` are numbered as in the graph with these segments
-    (`graph.segments.with_segments`).
+    encoded. `busy_host_s` is what a busy host adds to `extra_s` (`StepLines`). If `spans` is not empty, the calls in
+    `regions` are numbered as in the graph with these segments (`graph.segments.with_segments`).
     """
 
     regions: Regions
@@ -44,6 +44,7 @@ class Candidate:
     peak_bytes: int
     extra_s: float
     spans: tuple[Span, ...] = ()
+    busy_host_s: float = 0.0
 
     @property
     def decisions(self) -> tuple[Regions, float, Codecs]:

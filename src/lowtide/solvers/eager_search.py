@@ -351,7 +351,10 @@ class EagerSearch:
         else:
             played = EagerIntervals(self.graph, regions)
         self.effort.spend(len(played.ops), by_op=has_moves)
-        self.candidates[key] = Candidate(regions, share, codecs, played.peak_bytes, played.extra_s)
+        busy_host_s = played.lines.busy_host_s if self.graph.has_host_line else 0.0
+        self.candidates[key] = Candidate(
+            regions, share, codecs, played.peak_bytes, played.extra_s, busy_host_s=busy_host_s
+        )
         self._recent[key] = played
         if len(self._recent) > _NUM_RECENT:
             del self._recent[next(iter(self._recent))]
@@ -477,6 +480,19 @@ class TwoLineSearch:
             raise min(self._tried, key=lambda search: search.floor.peak_bytes).infeasible(budget)
         search = next(search for search, each in found.items() if each is fastest)
         return with_predictions(search.timeline_of(fastest), budget, self.lower_bound_s(budget))
+
+    def steadiest(self, budget: int) -> Plan | None:
+        """Of the candidates simulated so far that fit, the fastest on a host that is busy now and then."""
+        fitting = [
+            (candidate.extra_s + candidate.busy_host_s, candidate.peak_bytes, number, candidate)
+            for number, search in enumerate(self._tried)
+            for candidate in search.candidates.values()
+            if candidate.peak_bytes <= budget
+        ]
+        if not fitting:
+            return None
+        *_, number, best = min(fitting, key=lambda each: each[:3])
+        return with_predictions(self._tried[number].timeline_of(best), budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
         """A lower bound on the seconds that every plan within `budget` adds.

@@ -5,9 +5,9 @@
 
 `shortlist` returns up to eight different plans for one budget, which `fit` runs and times, because predictions can be
 wrong: the host's time for a region, a retained output or a copy by several times, peaks by a few per cent. The list
-has the fastest plan of the search; the fastest without offload; checkpoints that users would write with torch; the
-fastest without nested regions and retained outputs; and faster plans that exceed the budget in simulation, by a few
-per cent (torch's checkpoints by up to 25 % if no plan fits).
+has the fastest plan of the search; the fastest without offload; the fastest on a host that is busy now and then;
+checkpoints that users would write with torch; the fastest without nested regions and retained outputs; and faster plans
+that exceed the budget in simulation, by a few per cent (torch's checkpoints by up to 25 % if no plan fits).
 
 Cost of `shortlist`: one search, or with `host=` two with half of `time_limit_s` each; about a third of a search for
 the plan with 2 % more memory; and some thirty simulations.
@@ -143,6 +143,7 @@ _NOTICEABLE = 0.02  # of the step: a plan over the budget must be faster by more
 _MOST = 8  # plans on the list
 
 SEARCHED, UNMOVED, SIMPLE = "fastest that fits", "fastest without moves", "fastest with simple regions"
+STEADY = "fastest on a busy host"
 LARGER, SMALLEST, REMEMBERED = "fastest for 2 % more memory", "smallest peak", "kept before"
 
 
@@ -151,7 +152,7 @@ class ShortlistedPlan:
     """A plan with predictions, and the name of its origin.
 
     `is_essential` plans are never cut from the list, because guarantees depend on them: the search's own plan, the one
-    without offload, and the best that torch's own checkpoint can do.
+    without offload, the one for a busy host, and the best that torch's own checkpoint can do.
     """
 
     name: str
@@ -190,6 +191,7 @@ def shortlist(
         if not found or any(move.to != "device" for move in found[0].plan.moves):
             with contextlib.suppress(InfeasibleBudgetError):
                 found.append(ShortlistedPlan(UNMOVED, unmoved.plan(budget), is_essential=True))
+    found += _steady(search, budget, found[0].plan) if error is None else []
     found += _torch_checkpoints(unmoved.limiting, budget, NEARLY if error is None else _NEARLY_IF_NONE_FITS)
     found += _nearly(search, budget, found[0].plan if error is None else None)
     found += _simple(unmoved.limiting, budget)
@@ -204,6 +206,16 @@ def shortlist(
         different.setdefault((candidate.plan.regions, candidate.plan.moves), candidate)
     ranked = sorted(different.values(), key=lambda each: (not each.is_essential, each.plan.extra_s))[:_MOST]
     return sorted(ranked, key=lambda each: each.plan.extra_s), error
+
+
+def _steady(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan) -> list[ShortlistedPlan]:
+    """Where there are two lines, the plan that is fastest on a busy host, if `fastest` is noticeably slower there."""
+    plan = search.steadiest(budget) if isinstance(search, TwoLineSearch) else None
+    if plan is None:
+        return []
+    steady_s, fastest_s = (each.extra_s + simulate(search.graph, each).lines.busy_host_s for each in (plan, fastest))
+    is_worth_it = fastest_s - steady_s >= _NOTICEABLE * (search.graph.step_s + steady_s)
+    return [ShortlistedPlan(STEADY, plan, is_essential=True)] if is_worth_it else []
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
