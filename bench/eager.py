@@ -194,6 +194,7 @@ class Comparison:
             return self._row(fitted, EVERY_SECOND, "ours", times, None)
         finally:
             graph.release()
+            torch._C._cuda_clearCublasWorkspaces()  # the capture's would count as memory of all later plans
 
     def compared(self, found: list[Fitted], is_over: Callable[[], bool]) -> Iterator[str | Row]:
         """The plain step, torch's ways and all fitted plans in turns: a table of torch's ways, and a row for each plan.

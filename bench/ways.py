@@ -146,7 +146,12 @@ def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
     step(job)
     host_s = time.perf_counter() - start
     torch.cuda.synchronize()
+    return host_s, kernel_s(functools.partial(step, job))
+
+
+def kernel_s(run: Callable[[], Any]) -> float:
+    """Seconds of the kernels of a step on a GPU: what a busy host does not change."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step(job)
+        run()
         torch.cuda.synchronize()
-    return host_s, sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
