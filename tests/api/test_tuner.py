@@ -390,11 +390,22 @@ def test_what_a_busy_host_would_add_counts() -> None:
     graph = replace(graph, ops=tuple(replace(op, host_s=0.9 * op.seconds, flags=()) for op in graph.ops))
     found = {name: with_predictions(simulate(graph, plan), 0, 0.0) for name, plan in reference_plans(graph).items()}
     heavy, light = found["a checkpoint per block"], found["nothing"]
-    on_heavy, on_light = (tuner.MeasuredCandidate(ShortlistedPlan("", plan), 0, 1.0, [1.0]) for plan in (heavy, light))
-    lines = simulate(graph, heavy).lines
-    assert on_heavy.busy_host_s == lines.busy_host_s > on_light.busy_host_s
-    assert on_heavy.expected_s - on_light.expected_s == pytest.approx(on_heavy.busy_host_s - on_light.busy_host_s)
+    on_heavy, on_light = (
+        tuner.MeasuredCandidate(ShortlistedPlan("", plan), 0, 24.0, [24.0], lines=tuner._lines_of(plan))
+        for plan in (heavy, light)
+    )
+    assert on_heavy.lines == simulate(graph, heavy).lines and on_heavy.expected_s > on_light.expected_s
     assert tuner._near_fastest([on_heavy, on_light], 1.0) == [on_light]
+
+
+def test_no_more_host_time_counts_than_was_measured() -> None:
+    """A region's time on the host may be predicted several times too high."""
+    light, heavy = (
+        tuner.MeasuredCandidate(ShortlistedPlan("", lowtide.Plan()), 0, seconds, lines=StepLines(host_s, 20.0, host_s))
+        for seconds, host_s in ((27.0, 27.0), (24.0, 60.0))
+    )
+    assert heavy.expected_s == 24.0 * 1.125 and light.expected_s == 27.0 * 1.125
+    assert tuner._lines_of(lowtide.Plan()) is None
 
 
 @pytest.mark.parametrize(("host_s", "expected_s"), [(0.0, 0.0), (7.0, 0.0), (8.0, 0.0), (10.0, 1.25), (20.0, 2.5)])

@@ -19,6 +19,7 @@ from compiled.fake_steps import (
     linked,
     saved,
     settled,
+    spoil,
 )
 from lowtide.compiled.session import Session
 from lowtide.compiled.step_profile import StepProfile
@@ -53,10 +54,14 @@ def test_torchs_choice_is_tried_before_a_budget_is_refused() -> None:
 
 
 class CachingMeter(FakeMeter):
-    """Tensors get cached blocks of earlier steps, which are larger by `unrequested_bytes` in all, until it is freed."""
+    """Tensors get cached blocks of earlier steps, which are larger by `unrequested` bytes in all."""
 
-    unrequested_bytes = 0
+    unrequested = 0
     num_freed = 0
+
+    @property
+    def requested_bytes(self) -> int:
+        return self.measured - self.unrequested
 
     def free_cached_blocks(self) -> None:
         self.num_freed += 1
@@ -66,7 +71,7 @@ class CachingMeter(FakeMeter):
 def test_a_choice_over_the_budget_by_cached_blocks_is_measured_without_them(is_freed: bool) -> None:
     """Once: a choice that is still over the budget is over it."""
     meter = CachingMeter()
-    meter.unrequested_bytes = 12
+    meter.unrequested = 12
     steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + (0 if is_freed and meter.num_freed else 10))
     steps.meter = meter
     first = steps.run()
@@ -81,9 +86,56 @@ def test_a_choice_over_the_budget_by_cached_blocks_is_measured_without_them(is_f
     assert steps.session.current.is_settled and steps.session.current.over is None
 
 
+def test_a_choice_is_measured_without_cached_blocks_once_for_all_sizes() -> None:
+    """With dynamic shapes each step may have a size of its own."""
+    meter = CachingMeter()
+    meter.unrequested = 12
+    steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + 10)
+    steps.meter = meter
+    ran = [saved(steps.run(input_bytes=number + 1)) for number in range(20)]
+    assert meter.num_freed == 1 and max(ran[6:]) <= 80
+
+
+def test_steps_that_are_left_out_do_not_settle_a_choice_by_prediction() -> None:
+    meter = CachingMeter()
+    meter.unrequested = 12
+    steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + 10)
+    steps.meter = meter
+    for _ in range(18):
+        steps.run()
+        spoil(steps.session)
+    assert max(saved(steps.run()) for _ in range(4)) == 90 and saved(steps.run()) <= 80
+
+
+def test_a_choice_that_never_ran_is_not_settled() -> None:
+    """The first choice that held is over the budget in a later turn: what is left is measured before it is kept."""
+    graph = FakeGraph(7)
+    graph.torch_ways = {0.5: Variant((2,), 21, (), 0, 0, 3.1, 0.5)}
+    for first_over in range(1, 12):
+        meter = LaterOver(first_over)
+        meter.session = Session(
+            BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _, meter=meter: meter
+        )
+        choice = settled(meter.session, graph)
+        assert meter.session.current.has_run(choice), first_over
+
+
+class LaterOver(TimedMeter):
+    """From one measured step on, all choices but torch's take more than they did."""
+
+    def __init__(self, first_over: int) -> None:
+        super().__init__(lambda variant: 1 + variant.extra_s)
+        self._num_left = first_over
+
+    def peak_bytes(self) -> int:
+        self._num_left -= 1
+        is_torchs = any(variant.fraction for variant in self.session.sequences.current.choice.variants)
+        return super().peak_bytes() + (50 if self._num_left < 0 and not is_torchs else 0)
+
+
 def test_more_than_cached_blocks_is_not_measured_again() -> None:
     meter = CachingMeter()
-    meter.unrequested_bytes = 9
+    meter.unrequested = 9
     steps = Steps(BASE + 90, lambda ran: BASE + saved(ran) + 10)
     steps.meter = meter
     ran = [saved(steps.run()) for _ in range(4)]

@@ -600,7 +600,7 @@ def test_the_allocators_counters_between_marks(monkeypatch: pytest.MonkeyPatch) 
     assert (call.backward_start_bytes, call.backward_peak_bytes) == (16, 46)
     assert (profile.between_bytes, profile.elsewhere_bytes) == (63, 24)
     assert call.seconds == 2.0 and profile.seconds == 3.0
-    assert meter.unrequested_bytes == 0
+    assert meter.requested_bytes == 63
     meter.cancel()
     assert meter.profile() is None
 
@@ -612,7 +612,10 @@ def test_bytes_of_larger_blocks_than_were_asked_for(monkeypatch: pytest.MonkeyPa
     allocator.unrequested = 5
     meter.mark(FORWARD, 0)
     allocator.allocate(50)
-    assert meter.peak_bytes() == 50 and meter.unrequested_bytes == 5
+    assert meter.peak_bytes() == 50 and meter.requested_bytes == 45
+    allocator.unrequested = 50  # by an allocator that does not count it
+    meter.reset()
+    assert meter.requested_bytes is None
 
 
 def test_a_step_that_is_only_timed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

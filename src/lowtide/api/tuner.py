@@ -18,13 +18,13 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from lowtide.api.measure import RealSteps
 from lowtide.distributed.ranks import ALONE, Ranks, is_out_of_memory
 from lowtide.eager.over_budget import give_back_memory
 from lowtide.eager.plan_handle import AppliedPlan
 from lowtide.errors import LowtideError, RankError
+from lowtide.graph.time_lines import StepLines
 from lowtide.plans.plan_text import KEPT, Trial
 from lowtide.plans.step_plan import Plan
 from lowtide.simulator.timeline import simulate
@@ -46,13 +46,17 @@ _AFTER_OUT_OF_MEMORY = 0.05  # share of the budget assumed as excess if a step r
 
 @dataclass
 class MeasuredCandidate:
-    """A candidate with its measured peak and times. `problem` says why it cannot be kept (empty if it can)."""
+    """A candidate with its measured peak and times. `problem` says why it cannot be kept (empty if it can).
+
+    `lines` are the two time lines that are predicted for a step, where it has two.
+    """
 
     candidate: ShortlistedPlan
     peak_bytes: int | None = None
     first_s: float | None = None
     times: list[float] = field(default_factory=list)
     problem: str = ""
+    lines: StepLines | None = None
 
     @property
     def plan(self) -> Plan:
@@ -68,16 +72,10 @@ class MeasuredCandidate:
         assert self.first_s is not None
         return min([self.first_s, *self.times])
 
-    @cached_property
-    def busy_host_s(self) -> float:
-        """Seconds that a host which is busy now and then is predicted to add to a step, on average."""
-        graph = self.plan.graph
-        return 0.0 if graph is None or not graph.has_host_line else simulate(graph, self.plan).lines.busy_host_s
-
     @property
     def expected_s(self) -> float:
-        """Seconds that a step is expected to take. Only for candidates that have run."""
-        return self.seconds + self.busy_host_s
+        """Seconds that a step is expected to take on a host that is busy now and then. Only for those that have run."""
+        return self.seconds if self.lines is None else self.seconds + self.lines.within(self.seconds).busy_host_s
 
 
 class Tuner:
@@ -146,8 +144,9 @@ class Tuner:
             with self._ranks.together(f"candidate {tried.candidate.name}"):
                 self._on = tried, self._apply(tried.plan)
                 measured = self._steps.measured()
-            of_ranks = self._ranks.gathered(measured, "measured peaks")
-            tried.peak_bytes, tried.first_s = max(peak for peak, _ in of_ranks), of_ranks[0][1]
+            of_ranks = self._ranks.gathered((*measured, _lines_of(tried.plan)), "measured peaks")
+            tried.peak_bytes = max(peak for peak, *_ in of_ranks)
+            _, tried.first_s, tried.lines = of_ranks[0]
         except Exception as error:
             self.remove_plan()
             if is_out_of_memory(error):
@@ -184,8 +183,7 @@ class Tuner:
 
     def _rank(self, tried: MeasuredCandidate) -> float:
         """The seconds that candidates are compared by: expected from measured ones, or predicted with `tune_s=0`."""
-        predicted_s = self._steps.graph.step_s + tried.plan.extra_s + tried.busy_host_s
-        return tried.expected_s if self._tune_s else predicted_s
+        return tried.expected_s if self._tune_s else self._steps.graph.step_s + tried.plan.extra_s
 
     def time_all(self) -> None:
         """Time the candidates that hold in turns with the plain step, until time is up or one is left."""
@@ -263,10 +261,11 @@ class Tuner:
     def _trial(self, tried: MeasuredCandidate, best: MeasuredCandidate, plain_s: float | None) -> Trial:
         plan, seconds = tried.plan, None if tried.first_s is None else tried.seconds
         outcome = KEPT if tried is best else tried.problem
-        if not outcome and best.seconds:
-            slower = tried.expected_s / best.expected_s - 1
-            outcome = f"{100 * slower:.1f} % slower than the one kept"
-            outcome += ", if the host is busy at times" if tried.seconds < best.seconds else ""
+        if not outcome and not self._tune_s:
+            outcome = "predicted to be no faster than the one kept"
+        elif not outcome and best.seconds:
+            outcome = f"{100 * (tried.expected_s / best.expected_s - 1):.1f} % slower than the one kept"
+            outcome += " on a host that is busy at times" if tried.seconds < best.seconds else ""
         if tried.problem == "over the budget" and tried.peak_bytes is not None:
             outcome = f"{format_bytes(tried.peak_bytes - self._budget)} over the budget"
         return Trial(
@@ -285,6 +284,10 @@ class Tuner:
 def _is_of_candidate(error: Exception) -> bool:
     """Whether an error says that this plan cannot be used; others may be usable."""
     return isinstance(error, LowtideError) and not isinstance(error, RankError)
+
+
+def _lines_of(plan: Plan) -> StepLines | None:
+    return simulate(plan.graph, plan).lines if plan.graph is not None and plan.graph.has_host_line else None
 
 
 def _key(plan: Plan) -> object:

@@ -380,7 +380,8 @@ class Session:
         sequence, known = self.sequences.current, self.sequences.by_numbers.values()
         is_known = sequence is not None and sequence.numbers in self.sequences.by_numbers
         peak_bytes, profile = self._measurement.result(self.budget_bytes)
-        if sequence is not None and peak_bytes is not None and self._is_measured_anew(sequence, peak_bytes):
+        is_anew = sequence is not None and peak_bytes is not None and self._is_measured_anew(sequence, peak_bytes)
+        if is_anew:
             peak_bytes = profile = None
         calls = None
         if sequence is not None and not self._ranks.is_alone:
@@ -392,6 +393,7 @@ class Session:
             is_settled=is_known and (self._meter is None or all(each.is_settled for each in known)),
             peak_bytes=peak_bytes,
             profile=profile,
+            is_measured_anew=is_anew,
             over=next((each.over for each in known if each.over is not None), None),
         )
 
@@ -400,13 +402,14 @@ class Session:
 
         Its choice is then measured once more without these. The step before that is not: it allocates all blocks anew.
         """
-        meter, excess = self._measurement.meter, peak_bytes - self.budget_bytes
-        if meter is None or sequence.is_settled or not 0 < excess <= meter.unrequested_bytes:
+        meter, what = self._measurement.meter, (sequence.numbers, sequence.choice.runs)
+        requested_bytes = None if meter is None else meter.requested_bytes
+        if meter is None or requested_bytes is None or not requested_bytes <= self.budget_bytes < peak_bytes:
             return False
-        what = sequence.numbers, self._size, sequence.choice.runs
-        if what in self._measured_anew:
+        if sequence.is_settled or what in self._measured_anew:
             return False
-        self._measured_anew.append(what)
+        known = (each for each in self._measured_anew if self._is_alive(each[0]))
+        self._measured_anew = [*known, what]
         meter.free_cached_blocks()
         self._is_allocating = True
         return True

@@ -70,7 +70,8 @@ class StepReport:
     """What one rank measured in the step that has ended, or the reports of all ranks combined.
 
     `calls` tells which graphs it called, in the same way on all ranks; None if Dynamo has dropped them. `is_settled`
-    says that no sequence of calls is waiting for a decision. `peak_bytes` are None if the step was not measured.
+    says that no sequence of calls is waiting for a decision. `peak_bytes` are None if the step was not measured, or
+    `is_measured_anew`: the next one but one is measured in its place.
     """
 
     calls: str | None
@@ -79,6 +80,7 @@ class StepReport:
     is_settled: bool = False
     peak_bytes: int | None = None
     profile: StepProfile | None = None
+    is_measured_anew: bool = False
     over: OverBudget | None = None
 
 
@@ -89,6 +91,9 @@ def settle_further(
     if sequence.over is None:
         sequence.expect(step.size)
     if sequence.is_settled:
+        return
+    if step.is_measured_anew:
+        sequence.num_unmeasured = 0
         return
     if step.peak_bytes is None or step.size != sequence.size:
         _leave_unmeasured(sequence, step.size)
@@ -214,7 +219,7 @@ class _Decision:
         sequence.trials = kept
         fewest = min(kept, key=lambda choice: len(sequence.turns_of(choice)))
         is_late = len(sequence.turns_of(fewest)) >= _MOST_TURNS or len(sequence.measured) >= _MOST_TRIALS
-        if len(kept) == 1 or is_late:
+        if (len(kept) == 1 and sequence.has_run(best)) or is_late:
             sequence.choice = best
             sequence.settle()
         else:
@@ -290,6 +295,7 @@ def _common(reports: list[StepReport]) -> StepReport:
         size=size,
         peak_bytes=max(peaks) if len(peaks) == len(reports) else None,
         profile=largest_profile(profiles) if len(profiles) == len(reports) else None,
+        is_measured_anew=any(each.is_measured_anew for each in reports),
     )
 
 

@@ -116,9 +116,9 @@ class StepMeter:
         """The first backward of the step has returned or raised."""
 
     @property
-    def unrequested_bytes(self) -> int:
-        """By how much the peak is above that of what tensors asked for: some got larger cached blocks."""
-        return 0
+    def requested_bytes(self) -> int | None:
+        """The peak of what tensors asked for, some of which got larger cached blocks; None if it is not known."""
+        return None
 
     def free_cached_blocks(self) -> None:
         """Let the next step allocate its memory anew."""
@@ -206,8 +206,8 @@ class AllocatorMeter(StepMeter):
         return self._most
 
     @property
-    def unrequested_bytes(self) -> int:
-        return self._most - self._most_requested
+    def requested_bytes(self) -> int | None:
+        return self._most_requested or None  # cudaMallocAsync does not count it
 
     def free_cached_blocks(self) -> None:
         torch.cuda.empty_cache()

@@ -46,6 +46,10 @@ class StepLines:
     def of(self, line: str) -> float:
         return self.host_s if line == "host" else self.device_s
 
+    def within(self, seconds: float) -> StepLines:
+        """The lines of a step that was measured to take `seconds`: neither has more work than that."""
+        return StepLines(min(self.host_s, seconds), min(self.device_s, seconds), seconds)
+
     @property
     def busy_host_s(self) -> float:
         """Seconds that a host which is busy now and then adds to the step, on average.

@@ -482,7 +482,7 @@ class TwoLineSearch:
         return with_predictions(search.timeline_of(fastest), budget, self.lower_bound_s(budget))
 
     def steadiest(self, budget: int) -> Plan | None:
-        """Of the candidates simulated so far that fit, the fastest on a host that is busy now and then."""
+        """Of the candidates without segments simulated so far that fit, the fastest on a host that is busy at times."""
         fitting = [
             (candidate.extra_s + candidate.busy_host_s, candidate.peak_bytes, number, candidate)
             for number, search in enumerate(self._tried)
