@@ -334,3 +334,21 @@ def test_a_candidate_is_measured_call_by_call_once_and_then_only_timed() -> None
     sequence = meter.session.current
     assert [choice.variants[0].fraction for choice, _ in sequence.profiled] == [None, 0.5]
     assert len(sequence.turns) == len(sequence.measured) - 2
+
+
+def test_a_host_that_hides_what_variants_cost_leaves_no_budget_unused() -> None:
+    """Every call is measured to take as long, whatever is recomputed: the device has less to do with more saved."""
+    meter, graph = TimedMeter(lambda variant: 10.0), FakeGraph(7)
+    meter.session = Session(BASE + 100, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
+    assert saved(settled(meter.session, graph).variants) == 100
+    measured = [meter.session.chooser._as_measured(graph, variant).extra_s for variant in graph.variants]
+    assert measured == sorted(measured) and measured[1] > measured[0], "none costs nothing but the default"
+
+
+def test_torchs_choice_is_timed_beside_one_that_is_predicted_to_cost_nothing() -> None:
+    graph = FakeGraph(7)
+    graph.variants = (Variant(None, 40, (), 0, 0, 0.0), Variant((0,), 20, (), 0, 0, 0.0))
+    graph.torch_ways = {0.5: Variant((2,), 21, (), 0, 0, 0.1, 0.5)}
+    meter = TimedMeter(lambda variant: 9.0 if variant.fraction else 10.0)
+    meter.session = Session(BASE + 75, chooser=VariantsOnly(model_bytes=BASE), num_blocks=3, meter_of=lambda _: meter)
+    assert {variant.fraction for variant in settled(meter.session, graph).variants} == {0.5}

@@ -171,7 +171,7 @@ class _Decision:
             sequence.over, sequence.is_settled = OverBudget(floor + floor // _FLOOR_MARGIN, "measured"), True
             return
         sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))
-        is_timed = sequence.seconds_of(sequence.choice) is not None and sequence.choice.extra_s > 0
+        is_timed = sequence.seconds_of(sequence.choice) is not None and not sequence.choice.is_plain
         others = self._alternatives(sequence.choice) if is_timed else []
         if not others or sequence.held_sizes:
             sequence.settle()

@@ -47,6 +47,10 @@ _PERHAPS_WITHIN = 0.01
 # What torch's partitioner does is not timed if it is predicted to add more than this multiple of what ours adds, and
 # this share of the step. Predictions were off by a factor of up to 1.4. A smaller margin may leave out what is faster.
 _CANNOT_WIN = 1.5, 0.05
+# Of what a variant is predicted to add, at least this share counts, whatever was measured. Where the host limits a
+# step, all variants of a call are measured to take as long: budgets would be left unused, and a faster host would wait
+# for the device. Too large a share overrules measurements where predictions are too high.
+_LEAST_OF_PREDICTED = 0.25
 # A faster choice is compiled only if it saves this share of the step's time.
 WORTH_A_COMPILE = 0.005
 
@@ -71,6 +75,11 @@ class VariantChoice:
     def runs(self) -> tuple[tuple[Variant, tuple[int, ...]], ...]:
         """The variant of each call and the sizes of what it moves."""
         return tuple(zip(self.variants, self.moved, strict=True))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all calls save what torch's own partitioner does, and move nothing."""
+        return not self.moves_any and all(variant.keeps is None for variant in self.variants)
 
     @cached_property
     def moves_any(self) -> bool:
@@ -380,7 +389,9 @@ class VariantChooser:
             forward += ran[near.key][0] - near.forward_bytes
             backward += ran[near.key][1] - near.backward_bytes
         own_s, fastest_s = self.seconds_of(graph, variant), self.seconds_of(graph, graph.variants[0])
-        extra_s = variant.extra_s if own_s is None or fastest_s is None else max(0.0, own_s - fastest_s)
+        extra_s = variant.extra_s
+        if own_s is not None and fastest_s is not None:
+            extra_s = max(own_s - fastest_s, _LEAST_OF_PREDICTED * extra_s)
         return replace(variant, forward_bytes=forward, backward_bytes=backward, extra_s=extra_s)
 
     def start_bytes(self, instances: list[PlannedGraph]) -> int:
