@@ -133,3 +133,29 @@ def test_collectives_run_once_but_for_gathered_weights(compiler: Compiler) -> No
         assert not any("all_gather" in str(node) or tuple(node.meta["val"].shape) == (8, 8) for node in split.made)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_smallest_variant_is_what_torch_makes_of_a_checkpoint(compiler: Compiler) -> None:
+    """Node by node, and nothing else is saved: a budget may be the very peak of torch's compiled checkpoint."""
+    model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
+    squared(model).backward()
+    for _ in variants_in_turn(model):
+        squared(model).backward()
+    ours = min(compiler.splits, key=lambda each: each.saved_bytes)
+    torch._dynamo.reset()
+    compiler.splits.clear()
+    model = Stack(MLP(), MLP())
+    for block in model.blocks:
+        block.forward = lambda x, block=block: torch_checkpoint(MLP.forward, block, x, use_reentrant=False)
+        block.compile(backend=lambda module, inputs: compiler(module, inputs, _compat.torch_partition, {}))
+    squared(model).backward()
+    theirs = compiler.splits[0]
+    assert called(ours.backward) == called(theirs.backward)
+    assert all(node.op == "placeholder" for node in (*ours.saved, *theirs.saved)), "inputs, and no views of them"
+
+
+def called(graph: torch.fx.GraphModule) -> list[tuple[str, tuple[int, ...] | None]]:
+    """What a graph calls, in order, and the shapes of results."""
+    values = [(str(node.target), node.meta.get("val")) for node in graph.graph.nodes if node.op == "call_function"]
+    return [(name, tuple(value.shape) if isinstance(value, torch.Tensor) else None) for name, value in values]

@@ -47,7 +47,7 @@ def tag(step: JointStep, keeps: Container[int]) -> None:
     """Mark each forward node as saved or recomputed, for torch's partitioner. `keeps` are the saved ops.
 
     Nodes inside a user's own checkpoint regions keep their marks. Views are not saved: they are made again from their
-    base.
+    base. With no op saved, the result is what torch makes of a checkpoint of the whole graph.
     """
     needs = step.graph.needs
     for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):

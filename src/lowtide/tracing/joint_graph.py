@@ -85,7 +85,7 @@ class JointStep:
     graph: StepGraph
     nodes: tuple[fx.Node, ...]  # of the forward ops
     parts: tuple[tuple[fx.Node, ...], ...]  # nodes that pick single outputs of each forward op
-    views: tuple[fx.Node, ...]  # the forward's views of values that it computes
+    views: tuple[fx.Node, ...]  # the forward's views, but for those of inputs that it updates
     makers: dict[str, int]  # the op that computed the value of a node, by the node's name
 
 
@@ -180,7 +180,7 @@ class _Reader:
         flags = self._flags_of(node, is_forward)
         if "view" in flags:
             self._share(node, (_tensors_among_inputs(node)[0], None))
-            if is_forward and self._values[self._value_of.get((node, None), 0)].born >= 0:
+            if is_forward and self._value_of.get((node, None)) not in self._written_values:
                 self._views.append(node)
             return
         index = len(self._ops)
