@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from compiled.test_backend import MLP, MODELS, Checkpointed, Stack, squared
-from kernelless import PLENTY, Compiler, assert_equal, compiled_plainly, left_behind, session_of
+from kernelless import PLENTY, Compiler, assert_equal, compiled_plainly, left_behind, looked_at, session_of
 from lowtide import _compat
 from sweeps import sweep
 
@@ -159,3 +159,63 @@ def called(graph: torch.fx.GraphModule) -> list[tuple[str, tuple[int, ...] | Non
     """What a graph calls, in order, and the shapes of results."""
     values = [(str(node.target), node.meta.get("val")) for node in graph.graph.nodes if node.op == "call_function"]
     return [(name, tuple(value.shape) if isinstance(value, torch.Tensor) else None) for name, value in values]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_slice_of_a_wide_input_does_not_hold_the_whole(compiler: Compiler) -> None:
+    """Where a small value was computed of it, that is saved; only the smallest variant keeps the input, as it must."""
+
+    class OfSlice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x[:, :8].sin() @ self.up).sin() @ self.down
+
+    class Wide(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x).repeat(1, 32)
+            return x
+
+    model, wide = lowtide.compile(Wide(OfSlice(), OfSlice()), budget=PLENTY), torch.randn(16, 256, requires_grad=True)
+    model(wide).sum().backward()
+    num_checked = 0
+    for chosen in variants_in_turn(model):
+        before = len(compiler.splits)
+        model(wide).sum().backward()
+        for split in compiler.splits[before:]:
+            holds_input = any(tuple(looked_at(node).meta["val"].shape) == (16, 256) for node in split.saved)
+            if 0 in (chosen[0].keeps or ()):  # the sine of the slice
+                num_checked += 1
+                assert not holds_input
+    assert num_checked
+
+
+@pytest.mark.usefixtures("compiler")
+def test_sizes_that_are_read_from_tensors() -> None:
+    """Torch's partitioner runs `item` for its FLOPs, which makes a size that no graph returns."""
+
+    class Sliced(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("size", torch.tensor(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = self.size.item()
+            torch._check(size >= 1)
+            torch._check(size <= 8)
+            part = x[:, :size]
+            return super().forward(x * (part.sin() * part.cos()).sum(1, keepdim=True).tanh())
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model = Stack(Sliced(), Sliced())
+        expected = left_behind(compiled_plainly(copy.deepcopy(model), regional=True), squared)
+        lowtide.compile(model, budget=PLENTY, regional=True)
+        left_behind(model, squared)
+        num_variants = 0
+        for _ in variants_in_turn(model):
+            num_variants += 1
+            assert_equal(expected, left_behind(model, squared))
+    assert num_variants >= 3

@@ -32,7 +32,7 @@ def set_tag(node: Any, policy: CheckpointPolicy) -> None:
 
 
 def is_tagged_recomputed(node: Any) -> bool:
-    """Return whether a checkpoint of the user tagged a node as recomputed. Obsolete when the tag is documented."""
+    """Return whether a node is tagged as recomputed, as by a user's checkpoint. Obsolete when the tag is documented."""
     recomputed = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return node.meta.get(PARTITIONER_TAG) in recomputed
 
@@ -178,7 +178,7 @@ def torch_partition(
     `simplify_joint` was called on is not simplified again. Obsolete likewise.
     """
     partition = required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)
-    with _partitioner_settings(fraction, is_simplified):
+    with _partitioner_settings(fraction, is_simplified), _sizes_ignored(joint.graph):
         return cast(tuple[Any, Any], partition(joint, inputs, **facts))
 
 
@@ -200,7 +200,7 @@ class Partition:
         """The nodes that torch saves, or would save under an `activation_memory_budget` of `fraction`."""
         if fraction is None:
             return [node.name for node in self.chosen]
-        with _partitioner_settings(fraction, is_simplified=True):
+        with _partitioner_settings(fraction, is_simplified=True), _sizes_ignored(self._graph):
             return [node.name for node in self._choose_saved(self._graph, self._node_info, memory_budget=fraction)]
 
     def follow_tags(self) -> bool:
@@ -258,6 +258,18 @@ def partition_if_accepted(
         return None
     finally:
         partitioners.choose_saved_values_set = choose_saved
+
+
+def _sizes_ignored(graph: Any) -> contextlib.AbstractContextManager[Any]:
+    """Let torch's partitioner run ops for their FLOPs whose results have a size of their own (`item`, `nonzero`).
+
+    It does so under an `activation_memory_budget`, and the compile fails, as no graph returns these sizes.
+    """
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in values if isinstance(value, torch.Tensor))
+    shapes = next((mode.shape_env for mode in modes if mode is not None), None)
+    ignored = getattr(shapes, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
+    return cast(contextlib.AbstractContextManager[Any], ignored())
 
 
 def _partitioner_settings(fraction: float | None, is_simplified: bool) -> contextlib.AbstractContextManager[Any]:

@@ -17,14 +17,15 @@ share a graph and its variants.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide import _compat
@@ -46,16 +47,28 @@ if TYPE_CHECKING:
 def tag(step: JointStep, keeps: Container[int]) -> None:
     """Mark each forward node as saved or recomputed, for torch's partitioner. `keeps` are the saved ops.
 
-    Nodes inside a user's own checkpoint regions keep their marks. Views are not saved: they are made again from their
-    base. With no op saved, the result is what torch makes of a checkpoint of the whole graph.
+    Nodes inside a user's own checkpoint regions keep their marks. Views of computed values are not saved: they are made
+    again from their base. So are views of inputs that a recomputed node reads; others stay torch's choice, as the base
+    may be much larger than what is saved in its place. With no op saved, the result is what torch makes of a checkpoint
+    of the whole graph.
     """
     needs = step.graph.needs
     for index, (node, parts) in enumerate(zip(step.nodes, step.parts, strict=True)):
         is_saved = (index in keeps and not needs.is_rerun[index]) or not needs.recomputable[index]
         for each in (node, *parts):
             _compat.set_tag(each, CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE)
-    for view in step.views:
-        _compat.set_tag(view, CheckpointPolicy.MUST_RECOMPUTE)
+    for view in reversed(step.views):  # what reads a view comes before it
+        if view.name in step.makers or any(map(_compat.is_tagged_recomputed, _readers(view))):
+            _compat.set_tag(view, CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a node's result, or one of its several results."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from user.users
+        else:
+            yield user
 
 
 def tag_saved(step: JointStep) -> None:
