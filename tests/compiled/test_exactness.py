@@ -219,3 +219,32 @@ def test_sizes_that_are_read_from_tensors() -> None:
             num_variants += 1
             assert_equal(expected, left_behind(model, squared))
     assert num_variants >= 3
+
+
+@pytest.mark.usefixtures("compiler")
+def test_floats_that_change_and_must_be_constants() -> None:
+    """AOTAutograd asks Dynamo to trace again when it finds one. Other variants are compiled outside of Dynamo."""
+
+    class Clamped(MLP):
+        def forward(self, x: torch.Tensor, most: float) -> torch.Tensor:
+            return super().forward(x.sin().clamp(max=most) * most)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.most = nn.ModuleList([Clamped(), Clamped()]), 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, self.most)
+            return x
+
+    model = Model()
+    plain = compiled_plainly(copy.deepcopy(model), regional=True)
+    lowtide.compile(model, budget=PLENTY, regional=True)
+    for most in (0.5, 0.25, 0.75):
+        model.most = plain.most = most
+        expected = left_behind(plain, squared)
+        assert_equal(expected, left_behind(model, squared))
+    for _ in variants_in_turn(model):
+        assert_equal(expected, left_behind(model, squared))

@@ -234,6 +234,28 @@ def compile_lock() -> contextlib.AbstractContextManager[Any]:
     return cast(contextlib.AbstractContextManager[Any], required("torch._dynamo.convert_frame.compile_lock", _COMPILE))
 
 
+_MOST_RESTARTS = 3  # each because torch has found further floats that are constants by now
+
+
+def compiled_again(compile_graph: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs again, outside of Dynamo, which is asked to start over if a float became constant.
+
+    torch notes which floats these are and leaves them alone the next time, until Dynamo's compile ends. Obsolete when a
+    backend can recompile its graph through public API.
+    """
+    restart = required("torch._dynamo.exc.TensorifyScalarRestartAnalysis", _COMPILE)
+    noted = required("torch._dynamo.symbolic_convert.TensorifyState", _COMPILE)
+    is_own = noted.empty()
+    try:
+        for _ in range(_MOST_RESTARTS):
+            with contextlib.suppress(restart):
+                return compile_graph()
+        return compile_graph()
+    finally:
+        if is_own:
+            noted.clear()
+
+
 def mode_options(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
     """Return inductor's options for one of `torch.compile`'s modes. Relies on `list_mode_options`, which docs name."""
     if mode in (None, "default"):

@@ -240,8 +240,11 @@ class PlannedGraph:
             _compat.simplify_joint(joint)
             return self._split(self._read(joint), variant, joint, inputs, facts)
 
-        with _compat.compile_lock(), self._context, self._session_of().compiling():
+        def compiled() -> Callable[..., Any]:
             return self._compiler(_compat.copied_module(self._module), self._inputs.again(), partition)
+
+        with _compat.compile_lock(), self._context, self._session_of().compiling():
+            return _compat.compiled_again(compiled)
 
     def _split(self, read: JointStep, variant: Variant, joint: Any, inputs: Any, facts: dict[str, Any]) -> Any:
         """Split a simplified joint graph into forward and backward as a variant says."""
