@@ -243,8 +243,10 @@ def compiled_again(compile_graph: Callable[[], Callable[..., Any]]) -> Callable[
     torch notes which floats these are and leaves them alone the next time, until Dynamo's compile ends. Obsolete when a
     backend can recompile its graph through public API.
     """
-    restart = required("torch._dynamo.exc.TensorifyScalarRestartAnalysis", _COMPILE)
-    noted = required("torch._dynamo.symbolic_convert.TensorifyState", _COMPILE)
+    restart = optional("torch._dynamo.exc.TensorifyScalarRestartAnalysis", None)
+    noted = optional("torch._dynamo.symbolic_convert.TensorifyState", None)
+    if restart is None or noted is None:
+        return compile_graph()
     is_own = noted.empty()
     try:
         for _ in range(_MOST_RESTARTS):
