@@ -54,7 +54,7 @@ class StepLines:
     def busy_host_s(self) -> float:
         """Seconds that a host which is busy now and then adds to the step, on average.
 
-        Nothing as long as it stays ahead of the device: a plan that leaves the host little to spare is slowed down first.
+        Nothing as long as it stays ahead of the device: plans that leave it little to spare are slowed down first.
         """
         busy_s = max(_BUSY_HOST * self.host_s, self.device_s)
         return _BUSY_SHARE * (busy_s - max(self.host_s, self.device_s))
