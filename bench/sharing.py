@@ -29,7 +29,7 @@ class Turn:
 
     def __init__(self, path: str | None) -> None:
         self._file = open(path, "a") if path else None  # open as long as the process
-        self.is_held = False
+        self._is_held = False
         self.waited_s = 0.0
 
     def __enter__(self) -> None:
@@ -40,7 +40,7 @@ class Turn:
 
     def take(self) -> None:
         """Wait for the lock; returns at once if this process holds it. Limits (`reporting.at_most`) wait too."""
-        if self._file is not None and not self.is_held:
+        if self._file is not None and not self._is_held:
             start = time.perf_counter()
             left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)
             try:
@@ -48,7 +48,7 @@ class Turn:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, left_s)
             self.waited_s += time.perf_counter() - start
-            self.is_held = True
+            self._is_held = True
 
     def now(self) -> float:
         """Seconds, without those in which other benchmarks measured."""
@@ -56,12 +56,23 @@ class Turn:
 
     def give(self) -> None:
         """Release the lock, and the allocator's unused memory."""
-        if self._file is not None and self.is_held:
+        if self._file is not None and self._is_held:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             fcntl.flock(self._file, fcntl.LOCK_UN)
-            self.is_held = False
+            self._is_held = False
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """A block in which others may measure; a lock that is held is taken back at its end."""
+        was_held = self._is_held
+        self.give()
+        try:
+            yield
+        finally:
+            if was_held:
+                self.take()
 
 
 TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
@@ -71,11 +82,8 @@ def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the search of `fit` for candidates so that the lock is released during it. `tune_s` counts from its end."""
 
     def searched(*args: Any) -> Any:
-        TURN.give()
-        try:
+        with TURN.given():
             return search(*args)
-        finally:
-            TURN.take()
 
     return searched
 
@@ -87,14 +95,8 @@ def compiling_without_turn() -> Iterator[None]:
 
     @contextlib.contextmanager
     def given(session: Session) -> Iterator[None]:
-        was_held = TURN.is_held
-        TURN.give()
-        try:
-            with compiling(session):
-                yield
-        finally:
-            if was_held:
-                TURN.take()
+        with TURN.given(), compiling(session):
+            yield
 
     Session.compiling = given  # type: ignore[method-assign]
     try:

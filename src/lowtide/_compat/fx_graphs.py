@@ -178,7 +178,7 @@ def torch_partition(
     `simplify_joint` was called on is not simplified again. Obsolete likewise.
     """
     partition = required("torch._functorch.partitioners.min_cut_rematerialization_partition", _COMPILE)
-    with _partitioner_settings(fraction, is_simplified), _sizes_ignored(joint.graph):
+    with _partitioner_settings(joint.graph, fraction, is_simplified):
         return cast(tuple[Any, Any], partition(joint, inputs, **facts))
 
 
@@ -200,7 +200,7 @@ class Partition:
         """The nodes that torch saves, or would save under an `activation_memory_budget` of `fraction`."""
         if fraction is None:
             return [node.name for node in self.chosen]
-        with _partitioner_settings(fraction, is_simplified=True), _sizes_ignored(self._graph):
+        with _partitioner_settings(self._graph, fraction, is_simplified=True):
             return [node.name for node in self._choose_saved(self._graph, self._node_info, memory_budget=fraction)]
 
     def follow_tags(self) -> bool:
@@ -260,23 +260,13 @@ def partition_if_accepted(
         partitioners.choose_saved_values_set = choose_saved
 
 
-def _sizes_ignored(graph: Any) -> contextlib.AbstractContextManager[Any]:
-    """Let torch's partitioner run ops for their FLOPs whose results have a size of their own (`item`, `nonzero`).
-
-    It does so under an `activation_memory_budget`, and the compile fails, as no graph returns these sizes.
-    """
-    values = (node.meta.get("val") for node in graph.nodes)
-    modes = (getattr(value, "fake_mode", None) for value in values if isinstance(value, torch.Tensor))
-    shapes = next((mode.shape_env for mode in modes if mode is not None), None)
-    ignored = getattr(shapes, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)
-    return cast(contextlib.AbstractContextManager[Any], ignored())
-
-
-def _partitioner_settings(fraction: float | None, is_simplified: bool) -> contextlib.AbstractContextManager[Any]:
-    """Settings of torch's partitioner.
+@contextlib.contextmanager
+def _partitioner_settings(graph: Any, fraction: float | None, is_simplified: bool) -> Iterator[None]:
+    """Settings of torch's partitioner for a joint graph.
 
     With a fraction, inputs that are no tensors, such as the device meshes of DTensors, count as zero bytes: torch 2.13
-    raises for them.
+    raises for them. Also, the partitioner runs ops for their FLOPs, and the compile would fail if the result has a size
+    of its own (`item`, `nonzero`), as no graph returns that size: such sizes are ignored.
     """
     config = required("torch._functorch.config", _COMPILE)
     settings: dict[str, Any] = {"cse": False} if is_simplified else {}
@@ -284,6 +274,11 @@ def _partitioner_settings(fraction: float | None, is_simplified: bool) -> contex
         settings["activation_memory_budget"] = fraction
         if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
             settings["unsafe_treat_script_objects_as_zero_size"] = True
-    return cast(
-        contextlib.AbstractContextManager[Any], config.patch(settings) if settings else contextlib.nullcontext()
-    )
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (getattr(value, "fake_mode", None) for value in values if isinstance(value, torch.Tensor))
+    sizes = next((mode.shape_env for mode in modes if mode is not None), None)
+    with (
+        config.patch(settings) if settings else contextlib.nullcontext(),
+        getattr(sizes, "ignore_fresh_unbacked_symbols", contextlib.nullcontext)(),
+    ):
+        yield

@@ -118,7 +118,6 @@ class Session:
         self._routine: CallSequence | None = None  # the sequence of all steps, while nothing is left to decide
         self._size = StepSize()  # of the present step, as far as it has run
         self._measured_anew: list[tuple[Any, ...]] = []  # what was measured without the cached blocks of earlier steps
-        self._is_allocating = False  # whether the next step allocates cached blocks anew, and is not measured
         self.breaks: str | None = None  # which code runs eagerly between graphs of one module
         self.has_blocks = False  # whether a model that is one graph could be compiled block by block
         self.bucket_bytes = 0  # of the model's `DistributedDataParallel`, where there is one
@@ -315,7 +314,10 @@ class Session:
             # A step that began like another one has run some of its variants: it says nothing about the present choice.
             self._settle_longer(calls)
             self._measurement.cancel()
-        step, is_agreed = self._ranks.exchanged(self._report())
+        own = self._report()
+        if sequence is not None and own.is_measured_anew:
+            self._allocate_anew(sequence)
+        step, is_agreed = self._ranks.exchanged(own)
         if sequence is None:
             return
         with self._ranks.together(is_agreed):
@@ -332,7 +334,7 @@ class Session:
             sequence = self._ranks.of_first(sequence)
         sequence.begun, sequence.positions = calls.begun, calls.positions
         sequences.keep(sequence)
-        self._watch_next(sequence)
+        self._watch_next(sequence, allocates_anew=own.is_measured_anew)
         self._warn_of_replayed_indices(sequence)
         self._warn_of_unseen_backward()
 
@@ -380,7 +382,7 @@ class Session:
         sequence, known = self.sequences.current, self.sequences.by_numbers.values()
         is_known = sequence is not None and sequence.numbers in self.sequences.by_numbers
         peak_bytes, profile = self._measurement.result(self.budget_bytes)
-        is_anew = sequence is not None and peak_bytes is not None and self._is_measured_anew(sequence, peak_bytes)
+        is_anew = sequence is not None and peak_bytes is not None and self._may_be_cached(sequence, peak_bytes)
         if is_anew:
             peak_bytes = profile = None
         calls = None
@@ -397,28 +399,24 @@ class Session:
             over=next((each.over for each in known if each.over is not None), None),
         )
 
-    def _is_measured_anew(self, sequence: CallSequence, peak_bytes: int) -> bool:
-        """Whether a step was over the budget, perhaps only as its tensors got larger cached blocks of earlier steps.
+    def _may_be_cached(self, sequence: CallSequence, peak_bytes: int) -> bool:
+        """Whether a step was over the budget, perhaps only as its tensors got larger cached blocks of earlier steps."""
+        requested_bytes = None if self._measurement.meter is None else self._measurement.meter.requested_bytes
+        if requested_bytes is None or not requested_bytes <= self.budget_bytes < peak_bytes:
+            return False
+        return not sequence.is_settled and (sequence.numbers, sequence.choice.runs) not in self._measured_anew
 
-        Its choice is then measured once more without these. The step before that is not: it allocates all blocks anew.
-        """
-        meter, what = self._measurement.meter, (sequence.numbers, sequence.choice.runs)
-        requested_bytes = None if meter is None else meter.requested_bytes
-        if meter is None or requested_bytes is None or not requested_bytes <= self.budget_bytes < peak_bytes:
-            return False
-        if sequence.is_settled or what in self._measured_anew:
-            return False
+    def _allocate_anew(self, sequence: CallSequence) -> None:
+        """Free cached blocks, once for each choice. The next step allocates all anew, and the one after is measured."""
         known = (each for each in self._measured_anew if self._is_alive(each[0]))
-        self._measured_anew = [*known, what]
-        meter.free_cached_blocks()
-        self._is_allocating = True
-        return True
+        self._measured_anew = [*known, (sequence.numbers, sequence.choice.runs)]
+        if self._measurement.meter is not None:
+            self._measurement.meter.free_cached_blocks()
 
-    def _watch_next(self, sequence: CallSequence) -> None:
-        """Measure the next step, unless all sequences are settled."""
+    def _watch_next(self, sequence: CallSequence, *, allocates_anew: bool = False) -> None:
+        """Measure the next step, unless all sequences are settled or it allocates its memory anew."""
         is_settled = all(each.is_settled for each in self.sequences.by_numbers.values())
-        is_measured = not is_settled and not self._is_allocating and sequence.over is None
-        self._is_allocating = False
+        is_measured = not is_settled and not allocates_anew and sequence.over is None
         self._measurement.begin(self._meter if is_measured else None)
 
     # Meters.

@@ -126,8 +126,8 @@ class OpCountingMode(_compat.DispatchMode):
     """Counts the ops of a replay, to identify them by kind and number.
 
     Casts of weights are counted per weight: a weight that autocast had cast before the region began is cast once more
-    in the replay. Ops of inner replays are not counted; index choices, which
-    are copied and not run, are counted by `index_choices.counted_by`.
+    in the replay. Ops of inner replays are not counted; index choices, which are copied and not run, are counted by
+    `index_choices.counted_by`.
     """
 
     def __init__(self) -> None:

@@ -47,6 +47,11 @@ class Candidate:
     busy_host_s: float = 0.0
 
     @property
+    def expected_s(self) -> float:
+        """Seconds that the plan is expected to add on a host that is busy at times."""
+        return self.extra_s + self.busy_host_s
+
+    @property
     def decisions(self) -> tuple[Regions, float, Codecs]:
         return self.regions, self.share, self.codecs
 

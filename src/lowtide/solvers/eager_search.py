@@ -481,18 +481,21 @@ class TwoLineSearch:
         search = next(search for search, each in found.items() if each is fastest)
         return with_predictions(search.timeline_of(fastest), budget, self.lower_bound_s(budget))
 
-    def steadiest(self, budget: int) -> Plan | None:
-        """Of the candidates without segments simulated so far that fit, the fastest on a host that is busy at times."""
+    def steadiest(self, budget: int, most_s: float) -> Plan | None:
+        """Of the candidates without segments simulated so far that fit, the fastest on a host that is busy at times.
+
+        None if all of them are expected to add more than `most_s` there.
+        """
         fitting = [
-            (candidate.extra_s + candidate.busy_host_s, candidate.peak_bytes, number, candidate)
-            for number, search in enumerate(self._tried)
+            (candidate, search)
+            for search in self._tried
             for candidate in search.candidates.values()
-            if candidate.peak_bytes <= budget
+            if candidate.peak_bytes <= budget and candidate.expected_s <= most_s
         ]
         if not fitting:
             return None
-        *_, number, best = min(fitting, key=lambda each: each[:3])
-        return with_predictions(self._tried[number].timeline_of(best), budget, self.lower_bound_s(budget))
+        best, search = min(fitting, key=lambda each: (each[0].expected_s, each[0].peak_bytes))
+        return with_predictions(search.timeline_of(best), budget, self.lower_bound_s(budget))
 
     def lower_bound_s(self, budget: int) -> float:
         """A lower bound on the seconds that every plan within `budget` adds.

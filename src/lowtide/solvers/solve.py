@@ -210,12 +210,12 @@ def shortlist(
 
 def _steady(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan) -> list[ShortlistedPlan]:
     """Where there are two lines, the plan that is fastest on a busy host, if `fastest` is noticeably slower there."""
-    plan = search.steadiest(budget) if isinstance(search, TwoLineSearch) else None
-    if plan is None:
+    if not isinstance(search, TwoLineSearch):
         return []
-    steady_s, fastest_s = (each.extra_s + simulate(search.graph, each).lines.busy_host_s for each in (plan, fastest))
-    is_worth_it = fastest_s - steady_s >= _NOTICEABLE * (search.graph.step_s + steady_s)
-    return [ShortlistedPlan(STEADY, plan, is_essential=True)] if is_worth_it else []
+    fastest_s = fastest.extra_s + simulate(search.graph, fastest).lines.busy_host_s
+    most_s = (fastest_s - _NOTICEABLE * search.graph.step_s) / (1 + _NOTICEABLE)  # less by that share of its step
+    plan = search.steadiest(budget, most_s)
+    return [] if plan is None else [ShortlistedPlan(STEADY, plan, is_essential=True)]
 
 
 def _nearly(search: EagerSearch | TwoLineSearch, budget: int, fastest: Plan | None) -> list[ShortlistedPlan]:
