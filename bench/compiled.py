@@ -29,6 +29,7 @@ from typing import Any
 import families
 import torch
 import zoo
+from quiet import QUIET
 from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, options_of, timed, versions
 from sharing import TURN, compiling_without_turn
 from torch import nn
@@ -119,7 +120,8 @@ class Ours(Regional):
         start = TURN.now()
         with self, compiling_without_turn():
             for _ in range(_MOST_STEPS):
-                step(self.job)
+                with QUIET.pinned():
+                    step(self.job)
                 if self.is_settled or TURN.now() > deadline:
                     break
             step(self.job)  # raises if no choice holds
@@ -212,6 +214,7 @@ def _compare_ours(
         peak_bytes = peak_of(job, options.device, contestant.way().context)
         on_device = f"{kernels[target.peer.label]}, {kernels[name]}"
         page.add(_row(target, theirs, *cost_of(times, name, PLAIN), on_device, peak_bytes, settled_s, contestant))
+    page.add("", f"{len(ours)} of ours{QUIET}.")
 
 
 def _peers(job: zoo.Job, device: str, deadline: float) -> tuple[list[Peer], list[str]]:

@@ -25,6 +25,7 @@ from typing import Any
 import families
 import rows
 import torch
+from quiet import QUIET
 from reporting import NUM_IN_A_ROW, Page, TooSlow, at_most, device_name, free, median_over, options_of, versions
 from rows import Row
 from sharing import TURN, Stages, one_trace
@@ -278,7 +279,7 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
         page.add(str(row))
         if isinstance(row, Row) or "failed: " in row:
             yield row
-    page.add("", f"{len(targets)} budgets in {TURN.now() - start:.0f} s.")
+    page.add("", f"{len(targets)} budgets in {TURN.now() - start:.0f} s{QUIET}.")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:

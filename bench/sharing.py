@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from quiet import QUIET
 
 from lowtide.api import fit as fitting
+from lowtide.api.measure import RealSteps
 from lowtide.api.plan_search import PlanSearch
 from lowtide.compiled.session import Session
 
@@ -76,6 +78,8 @@ class Turn:
 
 
 TURN = Turn(os.environ.get("LOWTIDE_BENCH_LOCK"))
+if os.environ.get("LOWTIDE_BENCH_LOCK"):
+    QUIET.leave()  # but for measuring
 
 
 def _with_turn_given(search: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +99,7 @@ def compiling_without_turn() -> Iterator[None]:
 
     @contextlib.contextmanager
     def given(session: Session) -> Iterator[None]:
-        with TURN.given(), compiling(session):
+        with QUIET.unpinned(), TURN.given(), compiling(session):
             yield
 
     Session.compiling = given  # type: ignore[method-assign]
@@ -113,8 +117,17 @@ def trace_once(model: Any, *args: Any) -> Any:
     """What `fit` traces; for the same model, the trace of before: its budgets share one."""
     global _traced
     if _traced is None or _traced[0] is not model:
-        _traced = model, _trace(model, *args)
+        with QUIET.pinned():
+            _traced = model, _trace(model, *args)
     return _traced[1]
+
+
+def _on_a_quiet_core(measure: Callable[..., Any]) -> Callable[..., Any]:
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        with QUIET.pinned():
+            return measure(*args, **kwargs)
+
+    return measured
 
 
 @contextlib.contextmanager
@@ -147,12 +160,14 @@ class Stages(logging.Handler):
         logger = logging.getLogger("lowtide")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
-        candidates = PlanSearch.candidates
+        candidates, measured, timed = PlanSearch.candidates, RealSteps.measured, RealSteps.timed
         PlanSearch.candidates = _with_turn_given(candidates)  # type: ignore[method-assign]
+        RealSteps.measured, RealSteps.timed = map(_on_a_quiet_core, (measured, timed))  # type: ignore[method-assign]
         try:
             yield
         finally:
             PlanSearch.candidates = candidates  # type: ignore[method-assign]
+            RealSteps.measured, RealSteps.timed = measured, timed  # type: ignore[method-assign]
             logger.removeHandler(self)
             logger.setLevel(logging.NOTSET)
             self._starts.append(("", TURN.now()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from quiet import QUIET
 from reporting import NUM_IN_A_ROW, free, median_over, timed
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -102,17 +103,23 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of a step in each way, one number for each round. Ways take turns, with several steps in a row each.
 
-    No round but the first begins when `is_over()`.
+    On a GPU each turn is on a core at full speed (`quiet`). No round but the first begins when `is_over()`.
     """
+
+    def measured(way: Way, num_untimed: int) -> float:
+        for _ in range(num_untimed):
+            way.step()
+        return timed(way.step, device, NUM_IN_A_ROW, clock)
+
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         if turn and is_over():
             break
         for name, way in ways.items():
+            num_untimed = num_warm if turn else num_warm + 1  # what is done once is none of the step's
+            run = functools.partial(measured, way, num_untimed)
             with way.context():
-                for _ in range(num_warm if turn else num_warm + 1):  # what is done once is none of the step's
-                    way.step()
-                times[name].append(timed(way.step, device, NUM_IN_A_ROW, clock))
+                times[name].append(QUIET.turn(run) if device == "cuda" else run())
     return times
 
 
@@ -139,13 +146,18 @@ def host_and_device_s(job: Job, device: str) -> tuple[float, float]:
     """Seconds until the last launch of a plain step, and of its kernels; zeros on the CPU."""
     if device != "cuda":
         return 0.0, 0.0
-    for _ in range(3):
+
+    def issue_s() -> float:
+        for _ in range(3):
+            step(job)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         step(job)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    step(job)
-    host_s = time.perf_counter() - start
-    torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds
+
+    host_s = QUIET.turn(issue_s)
     return host_s, kernel_s(functools.partial(step, job))
 
 

@@ -80,9 +80,11 @@ def output_sum_loss(output: Any) -> Tensor:
 
 Mode = Literal["auto", "real", "fake"]
 _MARK = "lowtide::op"
-_NUM_RECORDED, _NUM_TIMED = 3, 2  # the first recorded step is the warm-up, which the median ignores
+_NUM_RECORDED = 3  # the first is the warm-up, which the median ignores
+# Steps that are timed after each recording but the first, and on a device again after the profile. The fastest count:
+# a host can run at half speed for seconds, while others use its cores, and such a moment is no basis for a plan.
+_NUM_TIMED, _NUM_TIMED_ON_DEVICE = 1, 2
 _NUM_FAKE = 2  # recordings on fake tensors, to see whether the step varies
-_NUM_TIMED_ON_DEVICE = 5  # the median counts: Python's garbage collector is part of the host's time
 # If the host has issued the whole step in less than this share of its time, the device is taken to be the limit.
 _HOST_AHEAD = 0.8
 
@@ -351,6 +353,12 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
     recorders: list[Recorder] = []
     times: list[PlainTimes] = []
     profile: list[dict[str, Any]] = []
+
+    def time_steps() -> None:
+        for _ in range(_NUM_TIMED if device.type == "cpu" else _NUM_TIMED_ON_DEVICE):
+            times.append(time_step(loss_fn, args, device))
+            restorer.reset_gradients()
+
     try:
         with _eagerly():
             _settle(model, loss_fn, args, restorer)
@@ -375,12 +383,12 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
                     run()
                 recorders.append(recorder)
                 restorer.reset_gradients()
-            for _ in range(_NUM_TIMED if device.type == "cpu" else _NUM_TIMED_ON_DEVICE):
-                times.append(time_step(loss_fn, args, device))
-                restorer.reset_gradients()
+                if len(recorders) > 1:
+                    time_steps()
             if device.type == "cuda" and not _compat.profiler_is_active():
                 profile = profiled(lambda: loss_fn(*args).backward(), device)
                 restorer.reset_gradients()
+                time_steps()
     finally:
         restorer.restore()
     recorder = recorders[1]  # after the warm-up, so that persistent caches and workspaces exist
@@ -390,10 +398,7 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
     hardware = replace(step.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each.ops for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
-    if device.type == "cpu":
-        plain = PlainTimes(*map(min, zip(*times, strict=True)))
-    else:
-        plain = sorted(times, key=lambda each: each.step_s)[len(times) // 2]
+    plain = PlainTimes(*map(min, zip(*times, strict=True)))
     has_both_lines = set_seconds(recorder.ops, alike, profile, recorder.num_forward, plain, device)
     if not has_both_lines and device.type != "cpu":
         hardware = _without_host_line(recorder, hardware, plain)
