@@ -259,7 +259,9 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
     start = TURN.now()
     comparison = Comparison(name, options)
     TURN.take()
+    began = TURN.now()
     page.add(*comparison.head())
+    headed = TURN.now()
     targets = targets_of(comparison.peaks, options.device)
     targets = [each for each in targets if options.only is None or each.label in options.only][: options.targets]
     found: list[Fitted] = []
@@ -274,12 +276,14 @@ def compare(name: str, options: argparse.Namespace, page: Page) -> Iterator[Row 
                 (found if isinstance(each, Fitted) else others).append(each)  # type: ignore[arg-type]
     if found and options.data is not None:
         comparison.save(found, options.data)
-    most_s = _LAST_ROUND * options.limit_s
+    most_s, fitted = _LAST_ROUND * options.limit_s, TURN.now()
     for row in [*comparison.compared(found, lambda: 0 < most_s < TURN.now() - start), *others]:
         page.add(str(row))
         if isinstance(row, Row) or "failed: " in row:
             yield row
-    page.add("", f"{len(targets)} budgets in {TURN.now() - start:.0f} s{QUIET}.")
+    stages_s = began - start, headed - began, fitted - headed, TURN.now() - fitted
+    told = ", ".join(f"{seconds:.0f}" for seconds in stages_s)
+    page.add("", f"{len(found)} budgets; seconds of making the model, torch's ways, fitting, turns: {told}{QUIET}.")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:

@@ -5,22 +5,21 @@ at a time, which shows neither as stolen time nor as CPU time of this machine: a
 1.5 times as long. So each turn begins with a short probe. If the core is slower than it can be, the process moves to
 the fastest of the cores; a turn that ends on a slowed core is measured again.
 
-With a lock file (`sharing.Turn`), processes that do not measure stay on the other cores.
+With a lock file (`sharing.Turn`), processes that do not measure leave some cores to the one that does.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-_SHARE = 3 / 8  # of the cores, for measuring
+from lowtide.tracing.host_speed import probe_s
+
+_SHARE = 3 / 8  # of the cores, which only the process that measures uses
 _SLOWED = 1.15  # times the fastest probe of this process; a busy hyperthread takes 1.5 to 2
-_ATTEMPTS = 3  # at a turn on a core at full speed
-_PROBES = 3  # in a row; the fastest counts, as the first comes with cold caches
+_ATTEMPTS = 2  # at a turn on a core at full speed
 
 
 class QuietCores:
@@ -29,7 +28,7 @@ class QuietCores:
     def __init__(self) -> None:
         available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         num = int(_SHARE * len(available))
-        self._cores, self._others = available[:num], available[num:]
+        self._cores, self._others = available if num else [], available[num:]
         self._fastest_s = float("inf")
         self._last = 0
         self._before: set[int] | None = None  # where the process may run when it is not pinned; None if it is not
@@ -88,13 +87,13 @@ class QuietCores:
         return f"; {self.num_quiet} of {self.num_turns} turns ended on a core at full speed ({probe})"
 
     def _is_slowed(self) -> bool:
-        seconds = _probe()
+        seconds = probe_s()
         self._fastest_s = min(self._fastest_s, seconds)
         return seconds > _SLOWED * self._fastest_s
 
     def _seconds_on(self, number: int) -> float:
         _move_to([self._cores[number]])
-        seconds = _probe()
+        seconds = probe_s()
         self._fastest_s = min(self._fastest_s, seconds)
         return seconds
 
@@ -104,18 +103,6 @@ def _move_to(cores: Iterable[int]) -> None:
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)
-
-
-def _probe() -> float:
-    """Seconds of a fixed piece of Python, about a millisecond."""
-    times = []
-    for _ in range(_PROBES):
-        start = time.perf_counter()
-        kept: dict[int, Any] = {}
-        for number in range(4000):
-            kept[number & 255] = (number, kept.get(number & 7))
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 QUIET = QuietCores()

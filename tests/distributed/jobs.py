@@ -27,6 +27,7 @@ from torch.nn.functional import gelu
 from lowtide.solvers import eager_search
 from lowtide.tracing import devices
 from lowtide.tracing import trace as tracing
+from lowtide.tracing.host_speed import REFERENCE_S
 
 GROUP_TIMEOUT_S = 60.0  # one rank plans while the others wait, on a machine that runs other tests too
 PRELOADED = ["lowtide", "torch.profiler", "torch._subclasses", "torch.distributed.fsdp", "torch.distributed.pipelining"]
@@ -86,7 +87,7 @@ def _rank(function: Any, args: Any, rank: int, world: int, folder: str, group_s:
     torch.manual_seed(0)
     devices.register(lambda _: devices.ENGINE_COSTS)  # as measured once; measuring takes seconds
     eager_search.MOST_OPS = 0  # search as in a step of many ops: any plan will do
-    vars(tracing).update(FEWEST_STEPS)
+    vars(tracing).update(FEWEST_STEPS, probe_s=lambda: REFERENCE_S)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

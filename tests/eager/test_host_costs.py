@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import lowtide
 from lowtide.eager import host_costs
 from lowtide.tracing import devices
+from lowtide.tracing import trace as tracing
 from lowtide.tracing.devices import EngineCosts, cache_folder, engine_costs
+from lowtide.tracing.host_speed import REFERENCE_S
 
 CPU = torch.device("cpu")
 COSTS = EngineCosts(1e-4, 1e-5, 2e-5, 3e-5, 4e-5)
@@ -130,3 +133,30 @@ def test_outputs_are_retained_while_it_is_measured(monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             bench._steps(bench._large, 1)
         assert handle.stats().num_replays >= len(bench._large)
+
+
+def test_costs_are_those_of_a_host_of_reference_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that others slow down while costs are measured takes longer for the probe too."""
+
+    def costs_on(slower: float) -> EngineCosts:
+        def steps(bench: host_costs._EngineBench, model: nn.Module, count: int) -> tuple[float, float]:
+            num_planned = sum("forward" in vars(child) for child in model.children())
+            return slower * 1e-3 * (1 + num_planned), slower * 1e-4
+
+        monkeypatch.setattr(host_costs._EngineBench, "_steps", steps)
+        monkeypatch.setattr(host_costs, "probe_s", lambda: slower * REFERENCE_S)
+        return host_costs.measure_engine_costs(CPU)
+
+    assert costs_on(1.0).region_s > 0
+    for slower in (0.5, 2.0):
+        assert costs_on(slower) == pytest.approx(costs_on(1.0))
+
+
+def test_a_trace_has_the_costs_of_its_own_host(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of the fastest of its moments, as for the plain step."""
+    probes = iter([9.0, 2.0, 5.0])
+    monkeypatch.setattr(tracing, "probe_s", lambda: next(probes, 3.0) * REFERENCE_S)
+    monkeypatch.setattr(tracing, "_NUM_TIMED", 3)
+    model = nn.Linear(4, 4)
+    hardware = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(2, 4), mode="real").hardware
+    assert hardware.region_s == pytest.approx(2 * COSTS.region_s) and hardware.save_s == pytest.approx(2 * COSTS.save_s)

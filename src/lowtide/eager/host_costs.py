@@ -13,6 +13,7 @@ each counts, and not the median: other processes only ever add time.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from lowtide._compat.dispatch import OpNames
 from lowtide.eager.handle import apply
 from lowtide.plans.step_plan import Move, Plan, Recompute
 from lowtide.tracing.devices import EngineCosts, register
+from lowtide.tracing.host_speed import REFERENCE_S, probe_s
 
 # As many blocks as a small language model has: with fewer, everything stays in the caches and the engine takes half as
 # long per block. The tensors are small enough for the device to finish before the host.
@@ -61,7 +63,10 @@ class _Part(nn.Module):
 
 
 def measure_engine_costs(device: torch.device) -> EngineCosts:
-    """The engine's costs for steps on `device`. Random states stay as they are, and no memory is left allocated."""
+    """The engine's costs for steps on `device`, on a host of `REFERENCE_S`.
+
+    Random states stay as they are, and no memory is left allocated.
+    """
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -73,6 +78,7 @@ def measure_engine_costs(device: torch.device) -> EngineCosts:
 class _EngineBench:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._probe_s = math.inf  # the fastest while steps were timed
         self._large = nn.Sequential(*(_BenchBlock() for _ in range(_BLOCKS))).to(device, torch.float32)
         self._small = nn.Sequential(*(_Part() for _ in range(2 * _BLOCKS))).to(device, torch.float32)
         self._x = torch.randn(_TOKENS, _WIDTH, device=device, dtype=torch.float32)
@@ -93,13 +99,14 @@ class _EngineBench:
         op_s = forward_s / len(self._large) / len(names)
         gained_s = (one_s - some_s) / len(self._large) / (len(kept) - 1)  # per retained output
         dispatch_s = ((one_s - region_s) / len(self._large) + gained_s) / len(names)
-        return EngineCosts(
+        costs = EngineCosts(
             max(0.0, fee_s - num_saves * save_s),
             save_s,
             max(0.0, dispatch_s),
             max(0.0, op_s - gained_s),
             self._move_s(num_saves) if self._device.type == "cuda" else 0.0,
         )
+        return costs.scaled(REFERENCE_S / self._probe_s)
 
     def _move_s(self, num_saves: int) -> float:
         """Seconds per value moved to the host and back, averaged over all saves; saved weights do not move."""
@@ -128,6 +135,7 @@ class _EngineBench:
                 with context:
                     self._steps(model, 1)  # one-time work is not part of a step
                     times[-1].append(self._steps(model, _IN_A_ROW)[number == 1])
+                self._probe_s = min(self._probe_s, probe_s())
         return [min(runs) for runs in zip(*times[1:], strict=True)]
 
     def _steps(self, model: nn.Module, count: int) -> tuple[float, float]:

@@ -9,7 +9,8 @@ PCIe slot. For the device that the trace runs on, `link_bytes_per_s` and `free_b
 simulator adds to the host's time line. `eager.host_costs` registers the function that measures them, since this
 package must not import `eager`. They are measured once per machine, device and versions, in a few seconds, and cached
 as JSON under `LOWTIDE_CACHE_DIR`, else in lowtide's folder in `XDG_CACHE_HOME` or `~/.cache`. If that folder cannot
-be written, every process measures again. Fake traces for accelerators take `ENGINE_COSTS`, measured on the host of an
+be written, every process measures again. They are kept for a host of a given speed (`host_speed`), and a trace scales
+them to the speed of its own moment. Fake traces for accelerators take `ENGINE_COSTS`, measured on the host of an
 H200.
 """
 
@@ -32,6 +33,7 @@ import torch
 from lowtide import _compat
 from lowtide.graph.step_graph import Hardware
 from lowtide.store.transfer import host_bytes
+from lowtide.tracing.host_speed import REFERENCE_S
 from lowtide.units import own_version
 
 _GIB = 1024**3
@@ -167,6 +169,10 @@ class EngineCosts(NamedTuple):
     spare_s: float = 0.0
     move_s: float = 0.0
 
+    def scaled(self, factor: float) -> EngineCosts:
+        """Return the costs on a host that takes `factor` times as long."""
+        return EngineCosts(*(factor * each for each in self))
+
 
 # For devices that this machine does not have: measured on the host of an H200, torch 2.11.
 ENGINE_COSTS = EngineCosts(region_s=120e-6, save_s=17e-6, dispatch_s=35e-6, move_s=50e-6)
@@ -181,7 +187,7 @@ def register(measure: Callable[[torch.device], EngineCosts]) -> None:
 
 
 def engine_costs(device: torch.device) -> EngineCosts:
-    """Return the engine's host costs for steps on `device`: cached, or measured now."""
+    """Return the engine's costs for steps on `device`, on a host of `REFERENCE_S`: cached, or measured now."""
     key = _key(device)
     if key not in _known:
         path = cache_folder() / f"engine-costs-{key}.json"
@@ -210,7 +216,7 @@ def cache_folder() -> Path:
 def _key(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     facts = [platform.node(), platform.machine(), platform.processor(), str(os.cpu_count()), name]
-    facts += [platform.python_version(), torch.__version__, own_version()]
+    facts += [platform.python_version(), torch.__version__, own_version(), f"probe of {REFERENCE_S} s"]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 

@@ -51,6 +51,7 @@ from lowtide.tracing.devices import (
     trace_device,
 )
 from lowtide.tracing.fakes import Faker, Shadows, uncache
+from lowtide.tracing.host_speed import REFERENCE_S, probe_s
 from lowtide.tracing.op_times import (
     PlainTimes,
     clock_for,
@@ -352,11 +353,13 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
     can_profile = device.type == "cpu" and not _compat.profiler_is_active()
     recorders: list[Recorder] = []
     times: list[PlainTimes] = []
+    probes_s: list[float] = []
     profile: list[dict[str, Any]] = []
 
     def time_steps() -> None:
         for _ in range(_NUM_TIMED if device.type == "cpu" else _NUM_TIMED_ON_DEVICE):
             times.append(time_step(loss_fn, args, device))
+            probes_s.append(probe_s())
             restorer.reset_gradients()
 
     try:
@@ -395,7 +398,8 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
     if device.type == "cpu" and not can_profile:
         predict_workspaces(recorder)
         recorder.notes.append("workspaces of kernels are predicted, not measured: another torch.profiler is active")
-    hardware = replace(step.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine_costs(device)._asdict())
+    engine = engine_costs(device).scaled(min(probes_s) / REFERENCE_S)
+    hardware = replace(step.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each.ops for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
     plain = PlainTimes(*map(min, zip(*times, strict=True)))
