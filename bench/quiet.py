@@ -14,8 +14,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from lowtide.tracing.host_speed import probe_s
+
+T = TypeVar("T")
 
 _SHARE = 3 / 8  # of the cores, which only the process that measures uses
 _SLOWED = 1.15  # times the fastest probe of this process; a busy hyperthread takes 1.5 to 2
@@ -70,15 +73,19 @@ class QuietCores:
 
     def turn(self, measure: Callable[[], float]) -> float:
         """The seconds that `measure` returns, of a turn on a core at full speed if one of a few is."""
+        return min(self.measured(measure))
+
+    def measured(self, measure: Callable[[], T]) -> list[T]:
+        """What `measure` returns each time: it is called again if the core is slowed at the end, a few times."""
         found = []
+        self.num_turns += 1
         for _ in range(_ATTEMPTS if self._cores else 1):
             with self.pinned():
                 found.append(measure())
                 if not self._is_slowed():
                     self.num_quiet += 1
                     break
-        self.num_turns += 1
-        return min(found)
+        return found
 
     def __str__(self) -> str:
         if not self.num_turns:

@@ -117,8 +117,7 @@ def trace_once(model: Any, *args: Any) -> Any:
     """What `fit` traces; for the same model, the trace of before: its budgets share one."""
     global _traced
     if _traced is None or _traced[0] is not model:
-        with QUIET.pinned():
-            _traced = model, _trace(model, *args)
+        _traced = model, QUIET.measured(lambda: _trace(model, *args))[-1]
     return _traced[1]
 
 
