@@ -447,20 +447,25 @@ def test_a_profiler_of_the_users_is_left_alone() -> None:
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
 
 
-def test_an_error_in_a_measured_step_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_error_in_a_measured_step_leaves_nothing_behind(is_kept: bool) -> None:
+    """Also if the loss is kept, as by a notebook, and with it all that the compiled calls have saved."""
     model = lowtide.compile(Stack(MLP(), MLP()), budget=PLENTY)
     squared(model).backward()
     loss = squared(model)
     loss.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
+    kept = [loss] if is_kept else []
     del loss
+    assert not _compat.profiler_is_active()
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
     with profile():
         torch.ones(2)
     for _ in range(3):
         squared(model).backward()
     assert lowtide.handle_of(model).measured_peak_bytes is not None
+    del kept
 
 
 def test_other_backwards_inside_of_a_step() -> None:

@@ -343,8 +343,11 @@ class StepMeasurement:
     def _backward_returned(self, has_failed: bool) -> None:
         if self.meter is None:
             return
-        if not self._has_begun_backward:  # of another model, in the middle of this step
-            self._backward.install()
+        if not self._has_begun_backward:
+            if has_failed:  # perhaps this step's, before it came to a compiled call: the profiler would stay active
+                self.drop()
+            else:  # of another model, in the middle of this step
+                self._backward.install()
             return
         self._has_returned = True
         self._is_partial |= has_failed
