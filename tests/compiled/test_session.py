@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -54,6 +56,26 @@ def test_gradients_that_are_kept_after_a_settled_step_make_the_next_one_larger()
         ran = steps.run()
     assert steps.session.current.is_settled and saved(ran) <= 75
     assert steps.session.current.held_sizes == [StepSize(20)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("least_bytes", [0, 100])
+def test_batches_of_ever_new_lengths(least_bytes: int, seed: int) -> None:
+    """No two steps have the same size, so each choice is measured once, and smaller steps come between."""
+    steps, size = Steps(BASE + 95, lambda ran: BASE + least_bytes + saved(ran) + size), 0
+    steps.graph.torch_ways = {part: Variant((0,), 11, (), 0, 0, 8.0, part) for part in (0.3, 0.5)}
+    sizes, peaks = random.Random(seed), []
+    is_refused = False
+    for _ in range(150 if least_bytes == 0 else 20):
+        size = sizes.randrange(1, 60)
+        try:
+            peaks.append(BASE + least_bytes + saved(steps.run(input_bytes=size // 3 + 1)) + size)
+        except InfeasibleBudgetError as error:
+            is_refused = True
+            assert BASE + 95 < error.floor_bytes <= BASE + least_bytes + 30 + 60 + 1
+            break
+    assert is_refused == (least_bytes > 0)
+    assert is_refused or max(peaks[75:]) <= BASE + 95
 
 
 def test_a_gradient_counts_though_its_parameter_took_the_id_of_one_that_is_gone() -> None:

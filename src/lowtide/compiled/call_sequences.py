@@ -246,7 +246,8 @@ class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
     Calls on which the loss does not depend are in `begun` only. `over` says that no choice fits the budget. `measured`
-    lists the choices that ran and their peaks, for steps of the present `size`. `profiled` and `turns` list their
+    lists the choices that ran and their peaks, for steps of the present `size`, and for smaller ones that were over the
+    budget. `profiled` and `turns` list their
     seconds on an accelerator: of steps that were measured call by call, which takes the host time, and of steps that
     were only timed. When corrections have ended, `trials` are run; `is_settled` ends both. `held_sizes` are those of
     steps at which the choice was measured to hold.
@@ -281,13 +282,18 @@ class CallSequence:
         """Whether the present choice was measured to hold for steps of this size."""
         return any(size.is_within(each) for each in self.held_sizes)
 
-    def expect(self, size: StepSize) -> None:
-        """Measure anew from here on if a step of this size is larger than those measured."""
+    def expect(self, size: StepSize, budget_bytes: int) -> None:
+        """Measure anew from here on if a step of this size is larger than those measured.
+
+        A choice that was over the budget in a smaller step counts as measured: it is over the budget in this one too.
+        """
         if self.holds(size):
             return
-        if self.is_settled or self.size is None or (size != self.size and self.size.is_within(size)):
+        is_larger = self.size is not None and self.size.is_within(size)
+        if self.is_settled or self.size is None or (is_larger and size != self.size):
+            self.measured = [each for each in self.measured if is_larger and each[1] > budget_bytes]
             self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
-            self.measured, self.profiled, self.turns = [], [], []
+            self.profiled, self.turns = [], []
 
     def settle(self) -> None:
         """Keep the present choice for steps up to the present size."""

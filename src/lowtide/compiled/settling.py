@@ -89,13 +89,13 @@ def settle_further(
 ) -> None:
     """Set the next choice of a sequence, or settle it, after a step that has ended. `instances` are its graphs."""
     if sequence.over is None:
-        sequence.expect(step.size)
+        sequence.expect(step.size, step.budget_bytes)
     if sequence.is_settled:
         return
     if step.is_measured_anew:
         sequence.num_unmeasured = 0
         return
-    if step.peak_bytes is None or step.size != sequence.size:
+    if step.peak_bytes is None or not _tells(sequence, step.size, is_over=step.peak_bytes > step.budget_bytes):
         _leave_unmeasured(sequence, step.size)
         return
     before, sequence.num_unmeasured = sequence.choice, 0
@@ -109,6 +109,11 @@ def settle_further(
     )
 
 
+def _tells(sequence: CallSequence, size: StepSize, *, is_over: bool) -> bool:
+    """Whether a measured step says what a step of the size of `sequence` takes: a smaller one if it `is_over`."""
+    return size == sequence.size or (is_over and sequence.size is not None and size.is_within(sequence.size))
+
+
 def _leave_unmeasured(sequence: CallSequence, size: StepSize) -> None:
     sequence.num_unmeasured += 1
     if sequence.num_unmeasured < _MOST_UNMEASURED:
@@ -119,6 +124,12 @@ def _leave_unmeasured(sequence: CallSequence, size: StepSize) -> None:
     if not sequence.choice.is_within and not sequence.held_sizes:
         sequence.over = OverBudget(sequence.choice.peak_bytes, "predicted")
     sequence.settle()
+
+
+def _largest_peaks(sequence: CallSequence) -> list[tuple[VariantChoice, int]]:
+    """The measured choices, each with the largest of its peaks: it may have run in steps of several sizes."""
+    measured = sequence.measured
+    return [(choice, max(peak for each, peak in measured if each.is_like(choice))) for choice, _ in measured]
 
 
 @dataclass(frozen=True)
@@ -167,7 +178,7 @@ class _Decision:
         if not sequence.has_run(now) and not (is_last and held):
             return
         if not held:
-            sequence.choice, floor = min(sequence.measured, key=lambda each: each[1])
+            sequence.choice, floor = min(_largest_peaks(sequence), key=lambda each: each[1])
             sequence.over, sequence.is_settled = OverBudget(floor + floor // _FLOOR_MARGIN, "measured"), True
             return
         sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))
