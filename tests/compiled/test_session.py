@@ -66,7 +66,7 @@ def test_batches_of_ever_new_lengths(least_bytes: int, seed: int) -> None:
     steps.graph.torch_ways = {part: Variant((0,), 11, (), 0, 0, 8.0, part) for part in (0.3, 0.5)}
     sizes, peaks = random.Random(seed), []
     is_refused = False
-    for _ in range(150 if least_bytes == 0 else 20):
+    for _ in range(150 if least_bytes == 0 else 40):
         size = sizes.randrange(1, 60)
         try:
             peaks.append(BASE + least_bytes + saved(steps.run(input_bytes=size // 3 + 1)) + size)

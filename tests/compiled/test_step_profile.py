@@ -187,6 +187,23 @@ def test_tensors_in_attributes_and_objects_count() -> None:
     assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak, rel=0.02)
 
 
+def test_tensors_that_blocks_keep_from_step_to_step_count() -> None:
+    class Keeping(MLP):
+        kept: tuple[Tensor, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.kept = (y.detach(),)
+            return y
+
+    model = lowtide.compile(Stack(Keeping(), Keeping()), budget=PLENTY)
+    for _ in range(4):
+        model.zero_grad()
+        plain_loss(model).backward()
+    kept = sum(block.kept[0].nbytes for block in model.modules() if isinstance(block, Keeping))
+    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak_bytes(model, plain_loss) + kept, rel=0.02)
+
+
 def test_inputs_count_as_often_as_they_are_in_memory() -> None:
     class Masked(Stack):
         def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

@@ -32,6 +32,10 @@ from lowtide.units import format_apart
 # Steps after which a sequence that did not come again no longer decides what shorter ones run. A step that came once
 # makes others slower for that long; with a smaller number rare long steps exceed the budget.
 _MOST_STEPS_AGO = 200
+# Measured steps over the budget without a decision, after which smaller steps decide too. With fewer, the floor that an
+# error names is that of a smaller step, such as the first backward of several; with more, batches of ever new lengths
+# exceed the budget for longer before they are refused.
+_MOST_OVER = 8
 _MOST_SEQUENCES = 16  # remembered; the least recently used ones are planned again when they come back
 
 
@@ -246,8 +250,7 @@ class CallSequence:
     """The graph numbers of a step's calls, in order, and the variants chosen for them.
 
     Calls on which the loss does not depend are in `begun` only. `over` says that no choice fits the budget. `measured`
-    lists the choices that ran and their peaks, for steps of the present `size`, and for smaller ones that were over the
-    budget. `profiled` and `turns` list their
+    lists the choices that ran and their peaks, for steps of the present `size`. `profiled` and `turns` list their
     seconds on an accelerator: of steps that were measured call by call, which takes the host time, and of steps that
     were only timed. When corrections have ended, `trials` are run; `is_settled` ends both. `held_sizes` are those of
     steps at which the choice was measured to hold.
@@ -261,6 +264,7 @@ class CallSequence:
     over: OverBudget | None = None
     is_settled: bool = False
     num_unmeasured: int = 0
+    num_over: int = 0  # measured steps over the budget that decided nothing, as larger ones came, or were awaited
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
     profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
     turns: list[tuple[VariantChoice, float]] = field(default_factory=list)
@@ -283,22 +287,35 @@ class CallSequence:
         return any(size.is_within(each) for each in self.held_sizes)
 
     def expect(self, size: StepSize, budget_bytes: int) -> None:
-        """Measure anew from here on if a step of this size is larger than those measured.
-
-        A choice that was over the budget in a smaller step counts as measured: it is over the budget in this one too.
-        """
+        """Measure anew from here on if a step of this size is larger than those measured."""
         if self.holds(size):
             return
         is_larger = self.size is not None and self.size.is_within(size)
         if self.is_settled or self.size is None or (is_larger and size != self.size):
-            self.measured = [each for each in self.measured if is_larger and each[1] > budget_bytes]
+            over = [each for each in self.measured if each[1] > budget_bytes]
+            self.num_over += len(over)
+            self.measured = over if is_larger and self.is_irregular else []
             self.size, self.is_settled, self.trials, self.num_unmeasured = size, False, None, 0
             self.profiled, self.turns = [], []
+
+    @property
+    def is_irregular(self) -> bool:
+        """Whether steps of one size do not come often enough to measure all choices at that size.
+
+        A choice that was over the budget in a smaller step then counts as measured: in a larger one it is over it too.
+        """
+        return self.num_over >= _MOST_OVER
+
+    def tells(self, size: StepSize, *, is_over: bool) -> bool:
+        """Whether a measured step of this size says how much the present choice takes."""
+        return size == self.size or (
+            is_over and self.is_irregular and self.size is not None and size.is_within(self.size)
+        )
 
     def settle(self) -> None:
         """Keep the present choice for steps up to the present size."""
         assert self.size is not None
-        size, self.is_settled = self.size, True
+        size, self.is_settled, self.num_over = self.size, True, 0
         self.held_sizes = [each for each in self.held_sizes if not each.is_within(size)] + [size]
 
     @property

@@ -37,6 +37,7 @@ from lowtide.compiled.step_profile import AllocatorMeter, CompileWatch, Profiler
 from lowtide.compiled.variant_choice import VariantChoice, VariantChooser, replayed_indices_warning
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.replay.arguments import tensors_in
+from lowtide.replay.object_state import reachable
 from lowtide.solvers.shared_budget import Variant
 from lowtide.store.activation_store import ActivationStore
 from lowtide.store.offload import end_of_forward
@@ -49,6 +50,7 @@ logger = logging.getLogger("lowtide")
 MEASURES_CPU = True
 
 _NO_CONTEXT = contextlib.nullcontext()
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of modules
 
 
 def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
@@ -59,6 +61,15 @@ def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
             storage = _compat.storage_id(part)
             sizes[storage] = part.untyped_storage().nbytes(), sizes.get(storage, (0, 0))[1] + part.nbytes
     return sum(map(min, sizes.values()))
+
+
+def attribute_bytes(model: nn.Module) -> int:
+    """Bytes of the tensors in attributes of modules that are neither parameters nor buffers, also in containers."""
+    registered = {id(each) for each in itertools.chain(model.parameters(), model.buffers())}
+    attributes = [
+        {name: value for name, value in vars(module).items() if name not in _REGISTERED} for module in model.modules()
+    ]
+    return tensor_bytes(each for each in reachable(attributes).tensors if id(each) not in registered)
 
 
 class GraphRun(NamedTuple):
@@ -438,11 +449,12 @@ class Session:
             return self.chooser.start_bytes(self.instances_of(self.sequences.current)) + gradient_bytes
         model, inputs = self._beginning
         self.chooser.model_bytes = tensor_bytes(model.parameters(), model.buffers()) + self.bucket_bytes
-        try:
+        input_bytes = kept_bytes = 0
+        with contextlib.suppress(Exception):  # objects that refer to each other, or make values when asked for them
             input_bytes = tensor_bytes(tensors_in(inputs))
-        except Exception:  # objects that refer to each other, or whose values are made when they are asked for
-            input_bytes = 0
-        held = self.chooser.model_bytes + self.chooser.constant_bytes + self.chooser.state_bytes(model)
+            kept_bytes = attribute_bytes(model)
+        constant_bytes = max(kept_bytes, self.chooser.constant_bytes)  # which has those that were traced, kept or not
+        held = self.chooser.model_bytes + constant_bytes + self.chooser.state_bytes(model)
         return held + input_bytes + gradient_bytes
 
     # Budgets that do not hold.

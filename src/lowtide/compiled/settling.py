@@ -95,7 +95,9 @@ def settle_further(
     if step.is_measured_anew:
         sequence.num_unmeasured = 0
         return
-    if step.peak_bytes is None or not _tells(sequence, step.size, is_over=step.peak_bytes > step.budget_bytes):
+    is_over = step.peak_bytes is not None and step.peak_bytes > step.budget_bytes
+    if step.peak_bytes is None or not sequence.tells(step.size, is_over=is_over):
+        sequence.num_over += is_over
         _leave_unmeasured(sequence, step.size)
         return
     before, sequence.num_unmeasured = sequence.choice, 0
@@ -107,11 +109,6 @@ def settle_further(
         format_bytes(step.budget_bytes),
         "" if sequence.choice.is_like(before) else "; choosing again",
     )
-
-
-def _tells(sequence: CallSequence, size: StepSize, *, is_over: bool) -> bool:
-    """Whether a measured step says what a step of the size of `sequence` takes: a smaller one if it `is_over`."""
-    return size == sequence.size or (is_over and sequence.size is not None and size.is_within(sequence.size))
 
 
 def _leave_unmeasured(sequence: CallSequence, size: StepSize) -> None:
