@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.api.measure import TracedStep
+from lowtide.api.measure import RealSteps, TracedStep
 from lowtide.api.split_search import SplitSearch
 from lowtide.eager.replanning import Limits
 from lowtide.errors import PlanError
@@ -248,6 +248,39 @@ def test_a_fit_with_splits_is_remembered(model: Language, floor: int, tmp_path: 
         assert plan.graph is not None and plan.graph.splits == plan.splits != ()
         assert simulate(plan.graph, plan).peak_bytes == plan.peak_bytes
     assert names == ["kept before"] and len(set(replanned_bytes)) == 1
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_no_candidate_is_on_the_model_while_the_split_step_is_traced(
+    model: Language, floor: int, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the one from the cache, which does not hold any more, nor those before the hint of what split reaches."""
+    file, budget, honest, num_traced = tmp_path / "fits.json", int(0.6 * floor), SplitSearch._traced, 0
+
+    def traced(search: SplitSearch) -> Any:
+        nonlocal num_traced
+        num_traced += 1
+        with pytest.raises(lowtide.LowtideError):
+            lowtide.handle_of(model)
+        return honest(search)
+
+    monkeypatch.setattr(SplitSearch, "_traced", traced)
+    loss_fn = loss_of(model)
+    if split:
+        lowtide.fit(model, loss_fn, tokens(), budget=budget, split=True, cache=file, tune_s=0).remove()
+        measured, excess = RealSteps.measured, [budget]
+        monkeypatch.setattr(
+            RealSteps, "measured", lambda steps: (measured(steps)[0] + (excess.pop() if excess else 0), 1.0)
+        )
+        lowtide.fit(model, loss_fn, tokens(), budget=budget, split=True, cache=file, tune_s=0).remove()
+    else:
+        texts = []
+        for verb in (lowtide.plan, lowtide.fit):
+            with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+                verb(model, loss_fn, tokens(), budget=budget)
+            texts.append(str(caught.value).partition("Plans near it")[0].strip())
+        assert texts[0] == texts[1]
+    assert num_traced
 
 
 def test_split_is_yes_or_no(model: Language) -> None:

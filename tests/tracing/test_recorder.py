@@ -1,4 +1,4 @@
-"""What autograd does in place, but not while a step is recorded: traces have it in place."""
+"""What autograd does differently while a step is recorded, or holds for no backward: traces have it as it is."""
 
 from __future__ import annotations
 
@@ -121,3 +121,39 @@ def test_sums_in_the_backward_of_one_function_are_not() -> None:
     model, x = Odd(), torch.randn(512, 64)
     graph = lowtide.trace(model, lambda x: model(x).square().mean(), x)
     assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
+
+
+class Branches(nn.Module):
+    """Two branches, of which the loss uses only the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.other = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(num)))
+            for num in (2, 6)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.other(x)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_regions_drop_what_the_loss_does_not_use(mode: Any) -> None:
+    """Autograd holds it as long as Python holds the output, and no backward reads it."""
+    model, x = Branches(), torch.randn(256, 32)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        outputs = model(x)
+        return outputs[0].square().mean()
+
+    graph = lowtide.trace(model, loss_fn, x, mode=mode)
+    paths = [f"main.{block}" for block in range(2)] + [f"other.{block}" for block in range(6)]
+    plan = Plan(regions=tuple(map(Recompute, paths)))
+    own = x.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+    for each in (Plan(), plan):
+        with lowtide.apply(model, each):
+            measured = own + lowtide.measure(lambda: loss_fn(x).backward(), device="cpu").peak_bytes
+        model.zero_grad()
+        predicted = lowtide.simulator.simulate(graph, each).peak_bytes
+        assert predicted == pytest.approx(measured, rel=0.002 if mode == "real" else 0.044)
+    assert predicted < 0.5 * lowtide.simulator.simulate(graph).peak_bytes

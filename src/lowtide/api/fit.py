@@ -220,6 +220,7 @@ def _try_candidates(tuner: Tuner, search: PlanSearch, say: Callable[[str], None]
     error: InfeasibleBudgetError | None = None
     for number in range(_MAX_ROUNDS):
         say(f"solving for {format_bytes(search.budget_bytes)}")
+        tuner.remove_plan()  # with split=True, the step is traced again
         candidates, error = search.candidates()
         if error is not None and number and not tuner.has_one():
             smallest = search.smallest()  # measured peaks were above predictions: its own may not be
@@ -234,6 +235,7 @@ def _try_candidates(tuner: Tuner, search: PlanSearch, say: Callable[[str], None]
     if error is not None and not tuner.has_one() and search.may_run_smallest():
         tuner.try_all([search.smallest()])  # so that the floor in the error is a measured one
     if not tuner.has_one():
+        tuner.remove_plan()
         raise _infeasible(search, error, tuner.smallest_peak_bytes)
 
 

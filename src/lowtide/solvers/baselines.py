@@ -31,7 +31,8 @@ def reference_regions(graph: StepGraph) -> dict[str, Regions]:
     if blocks:
         plans["a checkpoint per block"] = dict.fromkeys(blocks, ())
         plans["every second block"] = dict.fromkeys(every_kth(graph, blocks, 2), ())
-        plans["selective, all matmuls kept"] = {call: _products(graph, call) for call in blocks}
+        owner = graph.outermost(blocks)  # a module may call itself, and regions inside of others retain nothing
+        plans["selective, all matmuls kept"] = {call: _products(graph, call) for call in blocks if owner[call] == call}
     return plans
 
 

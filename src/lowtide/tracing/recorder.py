@@ -489,13 +489,14 @@ class Recorder(_compat.DispatchMode):
         for index, name in self._changes.changed.items():
             self.calls[index].changes = name
         for save in self.saves:
-            if save.released >= 0:  # its autograd graph was dropped during the forward
+            if 0 <= save.released < self.num_forward:  # its autograd graph was dropped during the forward
                 if save.value not in self._polled:
                     self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
             elif save.read >= 0:  # by a backward inside the forward
                 save.read = save.used = -1
                 self.notes.append("the forward runs a backward of its own: replays for that backward are not simulated")
-        self.saves = [save for save in self.saves if save.released < 0]
+        # A graph that the loss does not use is often dropped where the forward ends, with the outputs of the model.
+        self.saves = [save for save in self.saves if not 0 <= save.released < self.num_forward]
 
     def add_workspaces(self, peaks: list[int]) -> None:
         """Set each op's workspace from its peak allocation in the recording, `peaks`, which includes its outputs."""
