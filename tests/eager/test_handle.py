@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import pickle
 from collections.abc import Callable
@@ -516,3 +517,38 @@ def test_generate_on_padded_input_gives_the_same_tokens() -> None:
     plan = replace(plan, regions=(lowtide.plans.Recompute(""), lowtide.plans.Recompute("transformer.h.0")))
     with lowtide.apply(model, plan):
         assert torch.equal(model.generate(ids, **options), expected)
+
+
+class Coded(nn.Module):
+    """Reads a buffer of a size that regions copy whether forwards write it or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.register_buffer("code", torch.randn(560, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu()) + self.code.mean(0)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_copies_of_buffers_end_with_the_handle_and_count_for_every_candidate() -> None:
+    model, x = nn.Sequential(*(Coded() for _ in range(6))), torch.randn(2048, 32)
+    fresh = copy.deepcopy(model)
+
+    def copies(of: nn.Module) -> list[Tensor]:
+        known = {id(buffer) for each in (model, fresh) for buffer in each.buffers()}
+        alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == of[0].code.shape]
+        return [each for each in alive if id(each) not in known]
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    plain = lowtide.simulator.simulate(lowtide.trace(model, loss_fn, x)).peak_bytes
+    with lowtide.fit(model, loss_fn, x, budget=int(0.85 * plain)) as handle:
+        assert handle.plan.regions and len(handle.candidates) > 1
+    assert not copies(model)
+    own = x.nbytes + sum(each.nbytes for each in [*fresh.parameters(), *fresh.buffers()])
+    with lowtide.apply(fresh, handle.plan):
+        peak = own + lowtide.measure(lambda: fresh(x).square().mean().backward(), device="cpu").peak_bytes
+    assert handle.measured_peak_bytes == pytest.approx(peak, rel=0.01)

@@ -486,6 +486,13 @@ def snapshot_of(root: nn.Module) -> ModuleSnapshot:
     return snapshot
 
 
+def forget_last_call(root: nn.Module) -> None:
+    """Free the copies of buffers that the next call of a region would share."""
+    tree = companion_of(root)
+    if tree is not None:
+        tree.last = None
+
+
 def _all_modules(root: nn.Module) -> list[nn.Module]:
     """List `root` and all modules below it, also those in containers and objects of attributes."""
     modules = _compat.submodules(root)
