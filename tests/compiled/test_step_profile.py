@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -264,14 +263,18 @@ def as_torch_does(model: nn.Module, fraction: float | None) -> nn.Module:
 
     def backend(module: Any, inputs: Any) -> Any:
         def partition(*args: Any, **facts: Any) -> Any:
+            model.num_compiled += 1
             return _compat.torch_partition(*args, fraction=fraction, **facts)
 
         return compile_without_kernels(module, inputs, partition)
 
+    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: torch_checkpoint(forward, *args, use_reentrant=False)  # Dynamo traces no partial
+
+    model.num_compiled = 0
     for block in model.blocks:
         if fraction is None:
-            forward = functools.partial(torch_checkpoint, type(block).forward, block, use_reentrant=False)
-            block.forward = forward
+            block.forward = checkpointed(block.forward)
         block.compile(backend=backend)
     return model
 
@@ -294,6 +297,7 @@ def test_what_torchs_own_ways_hold_is_feasible(
         model = as_torch_does(Stack(*(block() for _ in range(3))), fraction)
         for _ in range(2):
             peak = peak_bytes(model, loss)
+        assert model.num_compiled
         torch._dynamo.reset()
         ours = lowtide.compile(Stack(*(block() for _ in range(3))), budget=peak + offset)
         for _ in range(16):
