@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections import UserDict, UserList
 from collections.abc import Callable
 from dataclasses import replace
@@ -337,3 +338,15 @@ def test_an_object_that_is_changed_after_the_last_call_is_known_though_it_is_gon
     model = Model()
     graph = lowtide.trace(model, lambda: model(torch.randn(4, 8)).sum())
     assert unreplayable(graph) == {"layers.0", "layers.1"}
+
+
+def test_an_infeasible_budget_names_the_calls_that_are_not_recomputed() -> None:
+    model = Layers(list, [append] * 3)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.plan(model, model, torch.randn(256, 8), budget=20_000)
+    expected = r"No plan recomputes 3 calls, such as layers\.\d: the forward changes what it is called with \(cache\)\."
+    assert re.search(expected, str(caught.value))
+    model = Layers(list, [None] * 3)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.plan(model, model, torch.randn(256, 8), budget=20_000)
+    assert "No plan recomputes" not in str(caught.value)

@@ -22,7 +22,7 @@ from lowtide.graph.step_graph import Forward, StepGraph
 from lowtide.plans.plan_text import rows_of
 from lowtide.plans.step_plan import Plan, PlannedModule
 from lowtide.simulator.timeline import Timeline
-from lowtide.units import check_seconds, format_apart, format_bytes
+from lowtide.units import check_seconds, counted, format_apart, format_bytes
 
 Codecs = tuple[tuple[int, str], ...]  # values and the codec of each, by ascending value
 Regions = dict[int, tuple[int, ...]]  # by recomputed call: ops, counted from its first, whose outputs it retains
@@ -181,6 +181,25 @@ def _index_choosing_modules(graph: StepGraph, plan: Plan) -> tuple[str, ...]:
     return tuple(choosers)
 
 
+_MUCH_EXCLUDED = 0.1  # of the saved bytes, from which an error names the calls that no plan can recompute
+
+
+def _not_recomputed(graph: StepGraph) -> str:
+    """A line on calls that no plan can recompute, if much is saved in them; else nothing."""
+    reasons = {call: reason for call, reason in graph.unreplayable.items() if graph.calls[call].path}
+    owner, saved = graph.outermost(reasons), dict[int, set[int]]()
+    for save in graph.saves:
+        if graph.values[save.value].kind == "activation":
+            saved.setdefault(owner[save.call], set()).add(save.value)
+    sizes = {call: sum(graph.values[value].bytes for value in values) for call, values in saved.items()}
+    total, excluded = sum(sizes.values()), {call: size for call, size in sizes.items() if call >= 0}
+    if sum(excluded.values()) < _MUCH_EXCLUDED * max(1, total):
+        return ""
+    largest = max(excluded, key=lambda call: excluded[call])
+    calls = counted(len(excluded), "call")
+    return f"No plan recomputes {calls}, such as {graph.calls[largest].path}: {reasons[largest]}.\n"
+
+
 def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:
     """The error for a budget below the `floor`; `advice` is appended to what the user can do."""
     static = int(floor.peak_by_kind["static"] + floor.peak_by_kind["gradients"])
@@ -190,6 +209,7 @@ def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudg
         f"budget {given} is below this step's floor of {needed}\n"
         f"  {format_bytes(static)}  parameters, gradients, optimizer state and batch\n"
         f"  {format_bytes(floor.peak_bytes - static)}  {where}\n"
+        f"{_not_recomputed(floor.graph)}"
         f"Raise the budget{', ' if advice else ' or '}make the batch smaller{advice}.",
         floor.peak_bytes,
     )
