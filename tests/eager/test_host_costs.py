@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lowtide.tracing import devices
 from lowtide.tracing import trace as tracing
 from lowtide.tracing.devices import EngineCosts, cache_folder, engine_costs
 from lowtide.tracing.host_speed import REFERENCE_S
+from lowtide.tracing.op_times import PlainTimes
 
 CPU = torch.device("cpu")
 COSTS = EngineCosts(1e-4, 1e-5, 2e-5, 3e-5, 4e-5)
@@ -153,10 +155,19 @@ def test_costs_are_those_of_a_host_of_reference_speed(monkeypatch: pytest.Monkey
 
 
 def test_a_trace_has_the_costs_of_its_own_host(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of the fastest of its moments, as for the plain step."""
-    probes = iter([9.0, 2.0, 5.0])
-    monkeypatch.setattr(tracing, "probe_s", lambda: next(probes, 3.0) * REFERENCE_S)
+    """At the moment at which the host was fastest, as for the plain step."""
+    moments = iter([(5.0, 2.0), (3.0, 4.0), (4.0, 1.0)])
+    now = (0.0, 0.0)
+
+    def time_step(*_: Any) -> PlainTimes:
+        nonlocal now
+        now = next(moments)
+        return PlainTimes(1.0, 1.0, now[0], now[0])
+
+    monkeypatch.setattr(tracing, "time_step", time_step)
+    monkeypatch.setattr(tracing, "probe_s", lambda: now[1] * REFERENCE_S)
+    monkeypatch.setattr(tracing, "_NUM_RECORDED", 2)
     monkeypatch.setattr(tracing, "_NUM_TIMED", 3)
     model = nn.Linear(4, 4)
     hardware = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(2, 4), mode="real").hardware
-    assert hardware.region_s == pytest.approx(2 * COSTS.region_s) and hardware.save_s == pytest.approx(2 * COSTS.save_s)
+    assert hardware.region_s == pytest.approx(4 * COSTS.region_s) and hardware.save_s == pytest.approx(4 * COSTS.save_s)

@@ -198,6 +198,10 @@ class PlainTimes(NamedTuple):
     def step_s(self) -> float:
         return self.forward_s + self.backward_s
 
+    @property
+    def host_s(self) -> float:
+        return self.forward_host_s + self.backward_host_s
+
 
 def clock_for(device: torch.device) -> Clock:
     """Return a clock that uses device events on an accelerator, else the host's clock."""

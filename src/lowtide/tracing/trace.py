@@ -398,7 +398,8 @@ def _trace_real(step: _StepOnDevice) -> StepGraph:
     if device.type == "cpu" and not can_profile:
         predict_workspaces(recorder)
         recorder.notes.append("workspaces of kernels are predicted, not measured: another torch.profiler is active")
-    engine = engine_costs(device).scaled(min(probes_s) / REFERENCE_S)
+    probe = min(zip(times, probes_s, strict=True), key=lambda pair: pair[0].host_s)[1]  # of the moment that counts
+    engine = engine_costs(device).scaled(probe / REFERENCE_S)
     hardware = replace(step.hardware, link_bytes_per_s=link_bytes_per_s(device), **engine._asdict())
     names = [op.name for op in recorder.ops]
     alike = [each.ops for each in checks.same_step(recorders) if [op.name for op in each.ops] == names]
@@ -436,7 +437,7 @@ def _is_warming_up(recorders: list[Recorder]) -> bool:
 def _without_host_line(recorder: Recorder, hardware: Hardware, plain: PlainTimes) -> Hardware:
     """The hardware of a graph with one time line: the engine's host costs count, unless the device is the limit."""
     recorder.notes.append("host and device are one time line: the step's ops do not match the profiler's trace")
-    is_ahead = plain.forward_host_s + plain.backward_host_s < _HOST_AHEAD * plain.step_s
+    is_ahead = plain.host_s < _HOST_AHEAD * plain.step_s
     return replace(hardware, **EngineCosts()._asdict()) if is_ahead else hardware
 
 
