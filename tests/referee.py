@@ -223,7 +223,8 @@ class _Regions:
 
     def stop(self, region: int) -> int:
         """The position at which everything has been made that a replay is for."""
-        own = [self.graph.saves[index].made for index in self.own_saves(region)]
+        saves = [self.graph.saves[index] for index in self.own_saves(region)]
+        own = [save.made for save in saves if save.read >= 0 or save.released > self.graph.num_forward]
         entries = [self.graph.calls[inner].first for inner in self.inside(region)]
         return max([self.graph.calls[region].first, *own, *entries])
 
@@ -365,6 +366,7 @@ class _Step:
         self.any_movers = {
             ("save", index) for index, save in enumerate(graph.saves) if self.regions.of(save.call) is None
         }
+        self.lost = {save.value for save in graph.saves if save.read < 0 and save.released <= graph.num_forward}
         self.retained = {index for index, save in enumerate(graph.saves) if self.regions.is_retained(save)}
         self.any_movers |= {("input", region) for region in self.regions.inside(None)}
         self.holders: dict[Incarnation, set[Holder]] = {}
@@ -497,6 +499,8 @@ class _Step:
             value, made_in = incarnation
             if home != FORWARD and self.graph.values[value].born < self.graph.calls[home].first:
                 continue  # an input that was decoded for this replay, which holds it to its end
+            if home != FORWARD and value in self.lost:
+                continue  # the replay's own autograd graph holds it to its end
             if made_in == home and position == self.graph.values[value].dropped < len(self.graph.ops):
                 self.let_go(PYTHON, of=incarnation)
 

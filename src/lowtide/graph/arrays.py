@@ -77,6 +77,10 @@ class StepArrays:
         self.save_read = _ints(save.read for save in graph.saves)
         self.save_released = _ints(save.released for save in graph.saves)
         self.save_used = _ints(save.used for save in graph.saves)
+        self.is_lost = np.array([save.is_lost_at(graph.num_forward) for save in graph.saves], dtype=bool)
+        # A replay's own graph holds what it saves for a graph that is gone, until the replay is over.
+        self.dropped_in_replay = self.dropped.copy()
+        self.dropped_in_replay[self.save_index[self.is_lost & (self.save_index >= 0)]] = graph.num_forward
         self.set_calls(graph)
         self.frame_bytes, self.replay_bytes = _state_bytes(graph)
         self.num_modules = np.ones(len(graph.calls), dtype=np.int64)

@@ -119,6 +119,10 @@ class Save:
     used: int = -1
     number: int = -1
 
+    def is_lost_at(self, num_forward: int) -> bool:
+        """Whether its autograd graph is dropped with the forward, such as of a branch that the loss does not use."""
+        return self.read < 0 and self.released <= num_forward
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -81,6 +81,7 @@ class EagerEvents:
         self.saves_at, self.reads_at = defaultdict(list), defaultdict(list)
         self.releases_at, self.entries_at = defaultdict(list), defaultdict(list)
         self.drops_at: defaultdict[int, list[int]] = defaultdict(list)
+        self.replay_drops_at: defaultdict[int, list[int]] = defaultdict(list)
         self.uses_at: defaultdict[int, list[int]] = defaultdict(list)
         for index, save in enumerate(graph.saves):
             self.saves_at[save.made].append(index)
@@ -101,10 +102,12 @@ class EagerEvents:
             if call in self.stops:  # a region without saves has nothing to replay
                 self.entries_at[graph.calls[call].first].append(call)
                 self.ends_at[self.ends[call]].append(call)
-        end = len(graph.ops)
+        end, made_index = len(graph.ops), graph.arrays.made_index.tolist()
+        dropped_in_replay = graph.arrays.dropped_in_replay.tolist()
         for index, value in enumerate(graph.values):
             if value.born >= 0 and value.dropped < end:
                 self.drops_at[value.dropped].append(index)
+                self.replay_drops_at[dropped_in_replay[made_index[index]]].append(index)
 
     def _find(self, value: int, region: int) -> Lifetime | None:
         """The lifetime of a value that code in a region's replay (-1: the forward) uses; None if the value was freed.
@@ -170,7 +173,7 @@ class EagerEvents:
             if region < 0:
                 self._host_works(self.engine.forward_s.get(call, 0.0))
         self.ledger.kept += self.graph.arrays.captured_bytes(self.entries_at.get(position, ()), region)
-        for value in self.drops_at.get(position, ()):
+        for value in (self.drops_at if region < 0 else self.replay_drops_at).get(position, ()):
             if value in scope and self.graph.values[value].born >= first:  # a replay holds its decoded inputs itself
                 self.ledger.drop(scope[value])
 

@@ -114,7 +114,7 @@ class EagerIntervals:
             sizes *= self._is_made_again
         self._size = np.concatenate([facts.sizes, sizes])
         self._birth = np.concatenate([self._ticks[facts.birth_rows], base + facts.maker[indices]])
-        dropped = base + np.minimum(facts.dropped[indices], stop.repeat(counts))
+        dropped = base + np.minimum(facts.dropped_in_replay[indices], stop.repeat(counts))
         self._drop = np.concatenate([self._ticks[facts.drop_rows], dropped])
 
     @property

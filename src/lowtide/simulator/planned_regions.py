@@ -19,9 +19,9 @@ class PlannedRegions:
     """The `regions` of a plan, which are calls and for each the ops, counted from its first, whose outputs it retains.
 
     Regions are numbered by **rank**, in the order of their calls; -1 is no region. By rank: `calls`, `first` (the first
-    op), `outer` (the region around it), `stop` (the position at which its replay ends: the last save that it drops, or
-    the last region inside it), `ends` and `last_read` (the positions at which autograd releases and last reads a save
-    in it), `has_saves` (without any, it has nothing to replay).
+    op), `outer` (the region around it), `stop` (the position at which its replay ends: the last save that it drops and
+    that the backward may read, or the last region inside it), `ends` and `last_read` (the positions at which autograd
+    releases and last reads a save in it), `has_saves` (without any, it holds nothing for a replay).
 
     - `around[i]` is the innermost region around save `i`, and `owner[i]` that region if it drops the save. A save of a
       retained output is not dropped: it holds the output like a save outside of regions.
@@ -60,7 +60,7 @@ class PlannedRegions:
         np.maximum.at(self.ends, regions_inside, facts.save_released[inside])
         np.maximum.at(self.last_read, regions_inside, facts.save_read[inside])
         self.has_saves[regions_inside] = True
-        np.maximum.at(self.stop, owners, facts.save_made[dropped])
+        np.maximum.at(self.stop, owners, np.where(facts.is_lost[dropped], 0, facts.save_made[dropped]))
         reads = facts.save_read[dropped]
         np.minimum.at(trigger, owners, np.where(reads >= 0, reads * len(facts.save_read) + dropped, NEVER))
         for rank in (self.outer >= 0).nonzero()[0][::-1].tolist():  # inner ones first

@@ -231,9 +231,20 @@ def keepable(graph: StepGraph) -> np.ndarray:
 
 
 def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
-    """For each call, whether it can be a region: a named module with ops to replay, all of them replayable."""
+    """For each call, whether it can be a region: a named module with ops to replay, all of them replayable.
+
+    One whose autograd graph is dropped with the forward can be one as well: it holds none of its saves until then.
+    """
+    is_dropped = [False] * len(graph.calls)
+    for save in graph.saves:
+        if save.is_lost_at(graph.num_forward):
+            for call in graph.ancestors(save.call):
+                is_dropped[call] = True
     return [
-        stop > call.first and bool(call.path) and not call.path.startswith("<") and index not in graph.unreplayable
+        (stop > call.first or is_dropped[index])
+        and bool(call.path)
+        and not call.path.startswith("<")
+        and index not in graph.unreplayable
         for index, (call, stop) in enumerate(zip(graph.calls, stops, strict=True))
     ]
 

@@ -488,15 +488,25 @@ class Recorder(_compat.DispatchMode):
         self._changes.finish()
         for index, name in self._changes.changed.items():
             self.calls[index].changes = name
+        saves: list[RawSave] = []
         for save in self.saves:
-            if 0 <= save.released < self.num_forward:  # its autograd graph was dropped during the forward
+            if 0 <= save.released < self._end_around(save.call):  # its autograd graph was dropped inside of the model
                 if save.value not in self._polled:
                     self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
-            elif save.read >= 0:  # by a backward inside the forward
-                save.read = save.used = -1
+                continue
+            if save.read >= 0 and save.released < 0:  # by a backward inside the forward
                 self.notes.append("the forward runs a backward of its own: replays for that backward are not simulated")
-        # A graph that the loss does not use is often dropped where the forward ends, with the outputs of the model.
-        self.saves = [save for save in self.saves if not 0 <= save.released < self.num_forward]
+            # A branch that the loss does not use is dropped with the model's outputs, about where the forward ends.
+            save.read, save.used, save.released = -1, -1, self.num_forward if save.released >= 0 else -1
+            saves.append(save)
+        self.saves = saves
+
+    def _end_around(self, call: int) -> int:
+        """The end of the outermost call around a call; of no call, that of the forward."""
+        end = self.num_forward
+        while call >= 0:
+            end, call = self.calls[call].end, self.calls[call].parent
+        return end
 
     def add_workspaces(self, peaks: list[int]) -> None:
         """Set each op's workspace from its peak allocation in the recording, `peaks`, which includes its outputs."""
