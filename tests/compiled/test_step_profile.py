@@ -205,6 +205,29 @@ def test_tensors_that_blocks_keep_from_step_to_step_count() -> None:
     assert measured <= 1.02 * (peak + 2 * kept)
 
 
+@pytest.mark.parametrize("kept", ["aliases of parameters", "the input", "gradients"])
+def test_memory_that_attributes_refer_to_counts_once(kept: str) -> None:
+    class Remembering(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            if kept == "aliases of parameters":
+                self.last = [each.detach() for each in self.parameters()]
+            elif kept == "gradients":
+                self.last = [each.grad for each in self.parameters()]
+            else:
+                self.last = [x]
+            return super().forward(x)
+
+    peaks, batch = [], rows(1024)
+    for kind in (Stack, Remembering):
+        torch._dynamo.reset()
+        model = lowtide.compile(kind(MLP(), MLP()), budget=PLENTY)
+        for _ in range(4):
+            model.zero_grad(set_to_none=False)
+            model(batch).square().mean().backward()
+        peaks.append(lowtide.handle_of(model).measured_peak_bytes)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
 def test_inputs_count_as_often_as_they_are_in_memory() -> None:
     class Masked(Stack):
         def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

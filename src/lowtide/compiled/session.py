@@ -63,13 +63,14 @@ def tensor_bytes(*tensors: Iterable[torch.Tensor]) -> int:
     return sum(map(min, sizes.values()))
 
 
-def attribute_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors in attributes of modules that are neither parameters nor buffers, also in containers."""
-    registered = {id(each) for each in itertools.chain(model.parameters(), model.buffers())}
+def attribute_bytes(model: nn.Module, *known: Iterable[torch.Tensor]) -> int:
+    """Bytes that attributes of modules hold on the CPU, in containers too, beside the memory of `known` tensors."""
     attributes = [
         {name: value for name, value in vars(module).items() if name not in _REGISTERED} for module in model.modules()
     ]
-    return tensor_bytes(each for each in reachable(attributes).tensors if id(each) not in registered)
+    on_cpu = [each for each in reachable(attributes).tensors if each.device.type == "cpu"]
+    tensors = list(itertools.chain(*known))
+    return tensor_bytes(tensors, on_cpu) - tensor_bytes(tensors)
 
 
 class GraphRun(NamedTuple):
@@ -447,15 +448,19 @@ class Session:
         gradient_bytes = self._gradient_bytes(None if self.model is None else self.model())
         if self._beginning is None:
             return self.chooser.start_bytes(self.instances_of(self.sequences.current)) + gradient_bytes
-        model, inputs = self._beginning
-        self.chooser.model_bytes = tensor_bytes(model.parameters(), model.buffers()) + self.bucket_bytes
-        input_bytes = kept_bytes = 0
+        model, arguments = self._beginning
+        registered = [*model.parameters(), *model.buffers()]
+        self.chooser.model_bytes = tensor_bytes(registered) + self.bucket_bytes
+        inputs: list[torch.Tensor] = []
         with contextlib.suppress(Exception):  # objects that refer to each other, or make values when asked for them
-            input_bytes = tensor_bytes(tensors_in(inputs))
-            kept_bytes = attribute_bytes(model)
-        constant_bytes = max(kept_bytes, self.chooser.constant_bytes)  # which has those that were traced, kept or not
-        held = self.chooser.model_bytes + constant_bytes + self.chooser.state_bytes(model)
-        return held + input_bytes + gradient_bytes
+            inputs = list(tensors_in(arguments))
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        kept_bytes = 0
+        with contextlib.suppress(Exception):
+            kept_bytes = attribute_bytes(model, registered, inputs, gradients)
+        # Attributes that the first forward has read are among the constants of its trace.
+        held = self.chooser.model_bytes + max(kept_bytes, self.chooser.constant_bytes)
+        return held + self.chooser.state_bytes(model) + tensor_bytes(inputs) + gradient_bytes
 
     # Budgets that do not hold.
 
