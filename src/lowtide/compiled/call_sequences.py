@@ -264,7 +264,7 @@ class CallSequence:
     over: OverBudget | None = None
     is_settled: bool = False
     num_unmeasured: int = 0
-    num_over: int = 0  # measured steps over the budget that decided nothing, as larger ones came, or were awaited
+    num_over: int = 0  # measured steps over the budget since it last settled whose size was not decided on
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
     profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
     turns: list[tuple[VariantChoice, float]] = field(default_factory=list)
@@ -287,7 +287,10 @@ class CallSequence:
         return any(size.is_within(each) for each in self.held_sizes)
 
     def expect(self, size: StepSize, budget_bytes: int) -> None:
-        """Measure anew from here on if a step of this size is larger than those measured."""
+        """Measure anew from here on if a step of this size is larger than those measured.
+
+        Then measurements over `budget_bytes` count as steps without a decision (`num_over`).
+        """
         if self.holds(size):
             return
         is_larger = self.size is not None and self.size.is_within(size)
@@ -306,7 +309,7 @@ class CallSequence:
         """
         return self.num_over >= _MOST_OVER
 
-    def tells(self, size: StepSize, *, is_over: bool) -> bool:
+    def is_conclusive(self, size: StepSize, *, is_over: bool) -> bool:
         """Whether a measured step of this size says how much the present choice takes."""
         return size == self.size or (
             is_over and self.is_irregular and self.size is not None and size.is_within(self.size)

@@ -96,7 +96,7 @@ def settle_further(
         sequence.num_unmeasured = 0
         return
     is_over = step.peak_bytes is not None and step.peak_bytes > step.budget_bytes
-    if step.peak_bytes is None or not sequence.tells(step.size, is_over=is_over):
+    if step.peak_bytes is None or not sequence.is_conclusive(step.size, is_over=is_over):
         sequence.num_over += is_over
         _leave_unmeasured(sequence, step.size)
         return

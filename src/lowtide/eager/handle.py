@@ -41,7 +41,7 @@ from lowtide.errors import LowtideError
 from lowtide.plans.step_plan import Plan, Recompute
 from lowtide.policies import Policy, check_limit, check_policy
 from lowtide.replay.checkpoint import checkpoint, store_hooks
-from lowtide.replay.module_state import forget_last_call
+from lowtide.replay.module_state import free_shared_copies
 from lowtide.replay.recomputing import Hooks
 from lowtide.store.activation_store import ActivationStore, check_store
 from lowtide.store.offload import KeptHere
@@ -220,7 +220,7 @@ class Applied(RegionRunner):
                     del region.module.forward
                 else:
                     region.module.forward = region.own_forward
-            forget_last_call(region.module)
+            free_shared_copies(region.module)
         self.enabled, self.is_removed = False, True
         model = getattr(self, "model", None)  # not set yet if the constructor was interrupted
         if model is not None and _noted_on(model) is self:

@@ -486,7 +486,7 @@ def snapshot_of(root: nn.Module) -> ModuleSnapshot:
     return snapshot
 
 
-def forget_last_call(root: nn.Module) -> None:
+def free_shared_copies(root: nn.Module) -> None:
     """Free the copies of buffers that the next call of a region would share."""
     tree = companion_of(root)
     if tree is not None:

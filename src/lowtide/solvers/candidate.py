@@ -9,6 +9,7 @@ candidate's timeline into the `Plan` that `solve` returns, and `infeasible` buil
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -185,18 +186,18 @@ _MUCH_EXCLUDED = 0.1  # of the saved bytes, from which an error names the calls 
 
 
 def _not_recomputed(graph: StepGraph) -> str:
-    """A line on calls that no plan can recompute, if much is saved in them; else nothing."""
-    reasons = {call: reason for call, reason in graph.unreplayable.items() if graph.calls[call].path}
+    """A line on repeated calls, such as blocks, that no plan can recompute, if much is saved in them; else nothing."""
+    num_alike = Counter(call.structure for call in graph.calls)
+    reasons = {call: why for call, why in graph.unreplayable.items() if num_alike[graph.calls[call].structure] > 1}
     owner, saved = graph.outermost(reasons), dict[int, set[int]]()
     for save in graph.saves:
-        if graph.values[save.value].kind == "activation":
+        if owner[save.call] >= 0 and graph.values[save.value].kind == "activation":
             saved.setdefault(owner[save.call], set()).add(save.value)
     sizes = {call: sum(graph.values[value].bytes for value in values) for call, values in saved.items()}
-    total, excluded = sum(sizes.values()), {call: size for call, size in sizes.items() if call >= 0}
-    if sum(excluded.values()) < _MUCH_EXCLUDED * max(1, total):
+    if sum(sizes.values()) <= _MUCH_EXCLUDED * graph.saved_bytes:
         return ""
-    largest = max(excluded, key=lambda call: excluded[call])
-    calls = counted(len(excluded), "call")
+    largest = max(sizes, key=lambda call: sizes[call])
+    calls = counted(len(sizes), "call")
     return f"No plan recomputes {calls}, such as {graph.calls[largest].path}: {reasons[largest]}.\n"
 
 
