@@ -123,37 +123,84 @@ def test_sums_in_the_backward_of_one_function_are_not() -> None:
     assert lowtide.simulator.simulate(graph).peak_bytes == pytest.approx(measured(model, x), rel=0.002)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
 class Branches(nn.Module):
     """Two branches, of which the loss uses only the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, unused_first: bool) -> None:
         super().__init__()
-        self.main, self.other = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(num)))
-            for num in (2, 6)
-        )
+        self.main, self.other = (nn.Sequential(*(Residual() for _ in range(num))) for num in (2, 6))
+        self.unused_first = unused_first
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.unused_first:
+            unused = self.other(x)
+            return self.main(x), unused
         return self.main(x), self.other(x)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake"])
-def test_regions_drop_what_the_loss_does_not_use(mode: Any) -> None:
-    """Autograd holds it as long as Python holds the output, and no backward reads it."""
-    model, x = Branches(), torch.randn(256, 32)
+@pytest.mark.parametrize("held", ["to the end", "to the loss"])
+@pytest.mark.parametrize("unused_first", [True, False])
+def test_what_the_loss_does_not_use(unused_first: bool, held: str, mode: Any) -> None:
+    """No backward reads it. Regions drop it; the replay of one around both branches makes it again if it comes first."""
+    model, x = nn.Sequential(Branches(unused_first)), torch.randn(256, 32)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        if held == "to the loss":
+            return model(x)[0].square().mean()
+        outputs = model(x)
+        return outputs[0].square().mean()
+
+    graph = lowtide.trace(model, loss_fn, x, mode=mode)
+    blocks = [f"0.main.{block}" for block in range(2)] + [f"0.other.{block}" for block in range(6)]
+    own = x.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+    peaks = []
+    for paths in ([], blocks, ["0"]):
+        plan = Plan(regions=tuple(map(Recompute, paths)))
+        with lowtide.apply(model, plan):
+            for _ in range(2):
+                model.zero_grad()
+                peaks.append(own + lowtide.measure(lambda: loss_fn(x).backward(), device="cpu").peak_bytes)
+            model.zero_grad()
+        predicted = lowtide.simulator.simulate(graph, plan).peak_bytes
+        assert predicted == pytest.approx(peaks[-1], rel=0.002 if mode == "real" else 0.044)
+    assert peaks[3] < 0.6 * peaks[1]
+    assert lowtide.solve(graph, int(1.05 * peaks[3])).peak_bytes <= 1.05 * peaks[3]
+
+
+def test_a_replay_ends_before_a_branch_that_the_loss_does_not_use() -> None:
+    model, x, num_calls = nn.Sequential(Branches(False)), torch.randn(16, 32), 0
 
     def loss_fn(x: Tensor) -> Tensor:
         outputs = model(x)
         return outputs[0].square().mean()
 
-    graph = lowtide.trace(model, loss_fn, x, mode=mode)
-    paths = [f"main.{block}" for block in range(2)] + [f"other.{block}" for block in range(6)]
-    plan = Plan(regions=tuple(map(Recompute, paths)))
-    own = x.nbytes + sum(parameter.nbytes for parameter in model.parameters())
-    for each in (Plan(), plan):
-        with lowtide.apply(model, each):
-            measured = own + lowtide.measure(lambda: loss_fn(x).backward(), device="cpu").peak_bytes
-        model.zero_grad()
-        predicted = lowtide.simulator.simulate(graph, each).peak_bytes
-        assert predicted == pytest.approx(measured, rel=0.002 if mode == "real" else 0.044)
-    assert predicted < 0.5 * lowtide.simulator.simulate(graph).peak_bytes
+    plan = Plan(regions=(Recompute("0"),))
+    graph = lowtide.trace(model, loss_fn, x)
+    (call,) = plan.calls(graph)
+    replayed = [int(op) for op, phase in zip(*_ops_of(graph, plan), strict=True) if phase == "replay"]
+    other = next(each for each in graph.calls if each.path == "0.other")
+    assert replayed and max(replayed) < other.first < graph.calls[call].end
+
+    def count(*_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    with lowtide.apply(model, plan):
+        model[0].other.register_forward_hook(count)
+        loss_fn(x).backward()
+    assert num_calls == 1
+
+
+def _ops_of(graph: lowtide.StepGraph, plan: Plan) -> tuple[Any, list[str]]:
+    timeline = lowtide.simulator.simulate(graph, plan)
+    return timeline.ops, [lowtide.simulator.PHASES[phase] for phase in timeline.phases]

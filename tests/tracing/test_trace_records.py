@@ -344,7 +344,9 @@ def test_an_infeasible_budget_names_the_calls_that_are_not_recomputed() -> None:
     model = Layers(list, [append] * 3)
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.plan(model, model, torch.randn(256, 8), budget=20_000)
-    expected = r"No plan recomputes \d calls, such as layers\.\d: the forward changes what it is called with \(cache\)\."
+    expected = (
+        r"No plan recomputes \d calls, such as layers\.\d: the forward changes what it is called with \(cache\)\."
+    )
     assert re.search(expected, str(caught.value))
     model = Layers(list, [None] * 3)
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:

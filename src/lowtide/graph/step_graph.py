@@ -315,7 +315,8 @@ class StepGraph:
         for index, call in enumerate(self.calls):
             above = outermost[call.parent] if call.parent >= 0 else -1
             outermost.append(index if above < 0 and not call.path.startswith("<") else above)
-        recorded = {outermost[save.call] for save in self.saves if save.call >= 0} - {-1}
+        held = [save for save in self.saves if save.call >= 0 and not save.is_lost_at(self.num_forward)]
+        recorded = {outermost[save.call] for save in held} - {-1}
         found: dict[int, dict[str, int]] = {call: {} for call in sorted(recorded)}
         for index, call in enumerate(self.calls):
             if outermost[index] in found:

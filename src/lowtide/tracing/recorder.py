@@ -488,9 +488,11 @@ class Recorder(_compat.DispatchMode):
         self._changes.finish()
         for index, name in self._changes.changed.items():
             self.calls[index].changes = name
-        saves: list[RawSave] = []
+        saves, last_end = list[RawSave](), max((call.end for call in self.calls), default=0)
         for save in self.saves:
-            if 0 <= save.released < self._end_around(save.call):  # its autograd graph was dropped inside of the model
+            if (
+                0 <= save.released < last_end
+            ):  # its autograd graph was dropped inside of the model, or between its calls
                 if save.value not in self._polled:
                     self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
                 continue
@@ -500,13 +502,6 @@ class Recorder(_compat.DispatchMode):
             save.read, save.used, save.released = -1, -1, self.num_forward if save.released >= 0 else -1
             saves.append(save)
         self.saves = saves
-
-    def _end_around(self, call: int) -> int:
-        """The end of the outermost call around a call; of no call, that of the forward."""
-        end = self.num_forward
-        while call >= 0:
-            end, call = self.calls[call].end, self.calls[call].parent
-        return end
 
     def add_workspaces(self, peaks: list[int]) -> None:
         """Set each op's workspace from its peak allocation in the recording, `peaks`, which includes its outputs."""
