@@ -151,7 +151,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("held", ["to the end", "to the loss"])
 @pytest.mark.parametrize("unused_first", [True, False])
 def test_what_the_loss_does_not_use(unused_first: bool, held: str, mode: Any) -> None:
-    """No backward reads it. Regions drop it; the replay of one around both branches makes it again if it comes first."""
+    """No backward reads it. Regions drop it; the replay of one around both makes it again if it comes first."""
     model, x = nn.Sequential(Branches(unused_first)), torch.randn(256, 32)
 
     def loss_fn(x: Tensor) -> Tensor:

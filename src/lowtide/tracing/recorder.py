@@ -490,16 +490,17 @@ class Recorder(_compat.DispatchMode):
             self.calls[index].changes = name
         saves, last_end = list[RawSave](), max((call.end for call in self.calls), default=0)
         for save in self.saves:
-            if (
-                0 <= save.released < last_end
-            ):  # its autograd graph was dropped inside of the model, or between its calls
+            # The loss does not use it: its autograd graph is dropped with the model's outputs.
+            is_unused = save.read < 0 and save.call >= 0 and save.released >= last_end
+            if is_unused:
+                save.used, save.released = -1, self.num_forward
+            elif save.released >= 0:  # dropped inside of the model, by a backward in the forward, or part of the loss
                 if save.value not in self._polled:
                     self.values[save.value].dropped = max(self.values[save.value].dropped, save.released)
                 continue
-            if save.read >= 0 and save.released < 0:  # by a backward inside the forward
+            elif save.read >= 0:  # by a backward inside the forward
+                save.read = save.used = -1
                 self.notes.append("the forward runs a backward of its own: replays for that backward are not simulated")
-            # A branch that the loss does not use is dropped with the model's outputs, about where the forward ends.
-            save.read, save.used, save.released = -1, -1, self.num_forward if save.released >= 0 else -1
             saves.append(save)
         self.saves = saves
 
