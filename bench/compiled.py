@@ -174,6 +174,8 @@ def _compare_ours(
     job: zoo.Job, peers: list[Peer], alike: list[str], start: float, options: argparse.Namespace, page: Page
 ) -> None:
     last_compile = start + (1 - _ROUNDS_SHARE) * options.limit_s
+    # Again: what the other peers have left allocated since, such as constants, counts for ours as well.
+    peers = [replace(each, peak_bytes=peak_of(job, options.device, each.contestant.way().context)) for each in peers]
     ours: list[tuple[Target, Ours, float]] = []
     for target in _targets(peers, options):
         if TURN.now() > last_compile:
