@@ -110,10 +110,10 @@ def charts() -> dict[str, str]:
     page = SOURCE.read_text()
     found = rows.read(page)
     conditions = re.match(r"# .*, (.+)\n\n(\S+, torch \S+),", page)
-    if found and conditions is None:
-        raise ValueError(f"{SOURCE} does not begin with a title and a date")
-    if not found or conditions is None:
+    if not found:
         return {}
+    if conditions is None:
+        raise ValueError(f"{SOURCE} does not begin with a title and a date")
     return {"eager.svg": draw(found, ", ".join(conditions.groups()))}
 
 

@@ -94,12 +94,13 @@ class QuietCores:
         return f"; {self.num_quiet} of {self.num_turns} turns ended on a core at full speed ({probe})"
 
     def _is_slowed(self) -> bool:
-        seconds = probe_s()
-        self._fastest_s = min(self._fastest_s, seconds)
-        return seconds > _SLOWED * self._fastest_s
+        return self._probe_s() > _SLOWED * self._fastest_s
 
     def _seconds_on(self, number: int) -> float:
         _move_to([self._cores[number]])
+        return self._probe_s()
+
+    def _probe_s(self) -> float:
         seconds = probe_s()
         self._fastest_s = min(self._fastest_s, seconds)
         return seconds

@@ -177,12 +177,27 @@ MIXED = "fsdp, mixed precision"
 
 @pytest.mark.parametrize("way", sweep([MIXED, *(way for way in WAYS if way not in (MIXED, "both"))], keep=1))
 def test_gradients_and_collectives_are_those_of_the_plain_step(way: str) -> None:
-    check(succeeded(run_ranks(fitted, way)), way)
+    check(settled_results(way), way)
 
 
 @pytest.mark.slow
 def test_two_dimensions_on_four_ranks() -> None:
-    check(succeeded(run_ranks(fitted, "both", world=4, group_s=30)), "both")
+    check(settled_results("both", world=4, group_s=30), "both")
+
+
+def settled_results(way: str, **options: Any) -> list[dict[str, Any]]:
+    """In one run of eight nearly all steps of a rank hold one more tensor of gloo's: then another run is made."""
+    for _ in range(3):
+        results = succeeded(run_ranks(fitted, way, **options))
+        if all(difference(each) <= 0.01 * each["peaks"][0] for each in results):
+            break
+    return results
+
+
+def difference(result: dict[str, Any]) -> int:
+    """By how much the predicted peak differs from what two steps agree on."""
+    predicted, measured, *_ = result["peaks"]
+    return sorted(abs(predicted - peak) for peak in [measured, *result["more peaks"]])[1]
 
 
 def check(results: list[dict[str, Any]], way: str) -> None:
@@ -192,10 +207,8 @@ def check(results: list[dict[str, Any]], way: str) -> None:
         assert each["same"] and each["regions"] and each["sharded again"]
         assert measured <= budget < plain_peak
         # In many steps gloo's threads hold tensors of a collective a little longer, or allocate one that the profiler
-        # does not see. They disturb steps by different amounts: what several steps agree on is the step's own peak. In
-        # one run of eight nearly all steps hold one more tensor.
-        differences = sorted(abs(predicted - peak) for peak in [measured, *each["more peaks"]])
-        assert differences[1] <= 0.04 * predicted
+        # does not see. They disturb steps by different amounts: what several steps agree on is the step's own peak.
+        assert difference(each) <= 0.01 * predicted
         assert each["collectives"][0] == each["collectives"][1]  # a replay communicates nothing
         if way.startswith("fsdp"):
             assert each["state bytes"] == each["planned state bytes"]

@@ -536,9 +536,9 @@ def test_copies_of_buffers_end_with_the_handle_and_count_for_every_candidate() -
     model, x = nn.Sequential(*(Coded() for _ in range(6))), torch.randn(2048, 32)
     fresh = copy.deepcopy(model)
 
-    def copies(of: nn.Module) -> list[Tensor]:
+    def copies() -> list[Tensor]:
         known = {id(buffer) for each in (model, fresh) for buffer in each.buffers()}
-        alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == of[0].code.shape]
+        alive = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == model[0].code.shape]
         return [each for each in alive if id(each) not in known]
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -547,7 +547,7 @@ def test_copies_of_buffers_end_with_the_handle_and_count_for_every_candidate() -
     plain = lowtide.simulator.simulate(lowtide.trace(model, loss_fn, x)).peak_bytes
     with lowtide.fit(model, loss_fn, x, budget=int(0.85 * plain)) as handle:
         assert handle.plan.regions and len(handle.candidates) > 1
-    assert not copies(model)
+    assert not copies()
     own = x.nbytes + sum(each.nbytes for each in [*fresh.parameters(), *fresh.buffers()])
     with lowtide.apply(fresh, handle.plan):
         peak = own + lowtide.measure(lambda: fresh(x).square().mean().backward(), device="cpu").peak_bytes

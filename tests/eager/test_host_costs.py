@@ -162,12 +162,14 @@ def test_a_trace_has_the_costs_of_its_own_host(measured: list[int], monkeypatch:
     def time_step(*_: Any) -> PlainTimes:
         nonlocal now
         now = next(moments)
-        return PlainTimes(1.0, 1.0, now[0], now[0])
+        return PlainTimes(now[0], now[0], now[0], now[0])
 
     monkeypatch.setattr(tracing, "time_step", time_step)
     monkeypatch.setattr(tracing, "probe_s", lambda: now[1] * REFERENCE_S)
     monkeypatch.setattr(tracing, "_NUM_RECORDED", 2)
     monkeypatch.setattr(tracing, "_NUM_TIMED", 3)
     model = nn.Linear(4, 4)
-    hardware = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(2, 4), mode="real").hardware
+    graph = lowtide.trace(model, lambda x: model(x).sum(), torch.randn(2, 4), mode="real")
+    hardware = graph.hardware
+    assert graph.step_s == 6.0
     assert hardware.region_s == pytest.approx(4 * COSTS.region_s) and hardware.save_s == pytest.approx(4 * COSTS.save_s)

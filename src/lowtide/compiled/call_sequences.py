@@ -324,7 +324,11 @@ class CallSequence:
     @property
     def peaks(self) -> list[int]:
         """Measured peaks of the present choice, in bytes."""
-        return [peak for choice, peak in self.measured if choice.is_like(self.choice)]
+        return self.peaks_of(self.choice)
+
+    def peaks_of(self, choice: VariantChoice) -> list[int]:
+        """Measured peaks of a choice, in bytes."""
+        return [peak for each, peak in self.measured if each.is_like(choice)]
 
     @property
     def is_timed_only(self) -> bool:

@@ -294,11 +294,15 @@ class Session:
         """Whether one of these parameters was ever an input of a graph."""
         return any(id(each) in self._seen for each in parameters)
 
-    def _gradient_bytes(self, model: nn.Module | None = None) -> int:
-        """Bytes of the gradients of a model's parameters, or of all that graphs have seen."""
+    def _gradients(self, model: nn.Module | None = None) -> list[torch.Tensor]:
+        """The gradients of a model's parameters, or of all that graphs have seen."""
         known = [each() for each in list(self._seen.values())] if model is None else model.parameters()
         gradients = [each.grad for each in known if each is not None]
-        return sum([_compat.local_bytes(each) for each in gradients if each is not None])
+        return [each for each in gradients if each is not None]
+
+    def _gradient_bytes(self) -> int:
+        """Bytes of the gradients of all parameters that graphs have seen."""
+        return sum(map(_compat.local_bytes, self._gradients()))
 
     # Between steps.
 
@@ -445,7 +449,8 @@ class Session:
     def _start_bytes(self) -> int:
         """Bytes on the CPU when a step begins."""
         assert self.sequences.current is not None
-        gradient_bytes = self._gradient_bytes(None if self.model is None else self.model())
+        gradients = self._gradients(None if self.model is None else self.model())
+        gradient_bytes = sum(map(_compat.local_bytes, gradients))
         if self._beginning is None:
             return self.chooser.start_bytes(self.instances_of(self.sequences.current)) + gradient_bytes
         model, arguments = self._beginning
@@ -454,7 +459,6 @@ class Session:
         inputs: list[torch.Tensor] = []
         with contextlib.suppress(Exception):  # objects that refer to each other, or make values when asked for them
             inputs = list(tensors_in(arguments))
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
         kept_bytes = 0
         with contextlib.suppress(Exception):
             kept_bytes = attribute_bytes(model, registered, inputs, gradients)

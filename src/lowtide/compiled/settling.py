@@ -123,12 +123,6 @@ def _leave_unmeasured(sequence: CallSequence, size: StepSize) -> None:
     sequence.settle()
 
 
-def _largest_peaks(sequence: CallSequence) -> list[tuple[VariantChoice, int]]:
-    """The measured choices, each with the largest of its peaks: it may have run in steps of several sizes."""
-    measured = sequence.measured
-    return [(choice, max(peak for each, peak in measured if each.is_like(choice))) for choice, _ in measured]
-
-
 @dataclass(frozen=True)
 class _Decision:
     """What a sequence runs next, after a step that ran its present choice was measured."""
@@ -175,7 +169,9 @@ class _Decision:
         if not sequence.has_run(now) and not (is_last and held):
             return
         if not held:
-            sequence.choice, floor = min(_largest_peaks(sequence), key=lambda each: each[1])
+            # The largest peak of each choice counts, which may have run in steps of several sizes.
+            peaks = [(choice, max(sequence.peaks_of(choice))) for choice, _ in sequence.measured]
+            sequence.choice, floor = min(peaks, key=lambda each: each[1])
             sequence.over, sequence.is_settled = OverBudget(floor + floor // _FLOOR_MARGIN, "measured"), True
             return
         sequence.choice = min(held, key=lambda choice: (choice.replays_indices, choice.extra_s))

@@ -120,7 +120,7 @@ class Pricing:
         self.graph = graph
         self._compression = compression
         self.at = at
-        self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph)  # per call
+        self._region_s = graph.hardware.region_s + graph.hardware.save_s * saves_inside(graph, graph.saves)  # per call
         self._depth = [*graph.depths, -1]  # the last entry: no call
         self._seconds = graph.arrays.seconds[: graph.num_forward]
         self._stop = stops_of(graph)

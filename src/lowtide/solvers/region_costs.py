@@ -17,7 +17,7 @@ ops, saves and calls, once per graph and critical point; `RegionCosts.costs` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -235,13 +235,9 @@ def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
 
     One whose autograd graph is dropped with the forward can be one as well: it holds none of its saves until then.
     """
-    is_dropped = [False] * len(graph.calls)
-    for save in graph.saves:
-        if save.is_lost_at(graph.num_forward):
-            for call in graph.ancestors(save.call):
-                is_dropped[call] = True
+    num_lost = saves_inside(graph, [save for save in graph.saves if save.is_lost_at(graph.num_forward)])
     return [
-        (stop > call.first or is_dropped[index])
+        (stop > call.first or num_lost[index] > 0)
         and bool(call.path)
         and not call.path.startswith("<")
         and index not in graph.unreplayable
@@ -267,10 +263,10 @@ def contains_layers(graph: StepGraph) -> list[bool]:
     return found
 
 
-def saves_inside(graph: StepGraph) -> np.ndarray:
-    """For each call, the number of tensors saved in it and in calls inside it."""
+def saves_inside(graph: StepGraph, saves: Iterable[Save]) -> np.ndarray:
+    """For each call, how many of these saves of the graph were made in it and in calls inside it."""
     found = [0] * len(graph.calls)
-    for save in graph.saves:
+    for save in saves:
         for call in graph.ancestors(save.call):
             found[call] += 1
     return np.array(found, dtype=np.int64)
