@@ -264,7 +264,7 @@ class CallSequence:
     over: OverBudget | None = None
     is_settled: bool = False
     num_unmeasured: int = 0
-    num_over: int = 0  # measured steps over the budget since it last settled whose size was not decided on
+    num_over: int = 0  # measured steps over the budget that led to no decision, since it last settled
     measured: list[tuple[VariantChoice, int]] = field(default_factory=list)
     profiled: list[tuple[VariantChoice, float]] = field(default_factory=list)
     turns: list[tuple[VariantChoice, float]] = field(default_factory=list)

@@ -63,7 +63,7 @@ class _Part(nn.Module):
 
 
 def measure_engine_costs(device: torch.device) -> EngineCosts:
-    """The engine's costs for steps on `device`, on a host of `REFERENCE_S`.
+    """The engine's costs for steps on `device`, for a host on which `probe_s` returns `REFERENCE_S`.
 
     Random states stay as they are, and no memory is left allocated.
     """

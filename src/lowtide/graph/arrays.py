@@ -78,7 +78,7 @@ class StepArrays:
         self.save_released = _ints(save.released for save in graph.saves)
         self.save_used = _ints(save.used for save in graph.saves)
         self.is_lost = np.array([save.is_lost_at(graph.num_forward) for save in graph.saves], dtype=bool)
-        # A replay's own graph holds what it saves for a graph that is gone, until the replay is over.
+        # A replay that runs a branch which the loss does not use holds what that saves until the replay is over.
         self.dropped_in_replay = self.dropped.copy()
         self.dropped_in_replay[self.save_index[self.is_lost & (self.save_index >= 0)]] = graph.num_forward
         self.set_calls(graph)

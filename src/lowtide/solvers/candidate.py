@@ -198,7 +198,7 @@ def _not_recomputed(graph: StepGraph) -> str:
         return ""
     largest = max(sizes, key=lambda call: sizes[call])
     calls = counted(len(sizes), "call")
-    return f"No plan recomputes {calls}, such as {graph.calls[largest].path}: {reasons[largest]}.\n"
+    return f"{calls} cannot be recomputed, such as {graph.calls[largest].path}: {reasons[largest]}.\n"
 
 
 def infeasible(budget: int, floor: Timeline, advice: str = "") -> InfeasibleBudgetError:

@@ -233,7 +233,7 @@ def keepable(graph: StepGraph) -> np.ndarray:
 def replayable(graph: StepGraph, stops: list[int]) -> list[bool]:
     """For each call, whether it can be a region: a named module with ops to replay, all of them replayable.
 
-    One whose autograd graph is dropped with the forward can be one as well: it holds none of its saves until then.
+    So can a call whose saves no backward reads (`Save.is_lost_at`): as a region, it does not hold them in the forward.
     """
     num_lost = saves_inside(graph, [save for save in graph.saves if save.is_lost_at(graph.num_forward)])
     return [

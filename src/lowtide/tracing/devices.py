@@ -187,7 +187,10 @@ def register(measure: Callable[[torch.device], EngineCosts]) -> None:
 
 
 def engine_costs(device: torch.device) -> EngineCosts:
-    """Return the engine's costs for steps on `device`, on a host of `REFERENCE_S`: cached, or measured now."""
+    """Return the engine's costs for steps on `device`: cached, or measured now.
+
+    They are for a host on which `host_speed.probe_s` returns `REFERENCE_S`.
+    """
     key = _key(device)
     if key not in _known:
         path = cache_folder() / f"engine-costs-{key}.json"
