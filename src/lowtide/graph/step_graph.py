@@ -120,7 +120,7 @@ class Save:
     number: int = -1
 
     def is_lost_at(self, num_forward: int) -> bool:
-        """Whether its autograd graph was dropped before the backward, as that of a branch that the loss does not use."""
+        """Whether its graph was dropped before the backward, as that of a branch that the loss does not use."""
         return self.read < 0 and self.released <= num_forward
 
 
